@@ -175,6 +175,7 @@ class Framework:
     words: Words = TORCH  # what its users know things by
     ranks_comparable = True  # each does the same work on rows of its own: a rank unlike the others is odd
     micro_batches = 1  # per step
+    micro_batches_at_once = 1  # of the script's, where one of these is several
     micro_batch_rows = 64  # as configured, on each rank
     max_reductions_per_step = 1  # micro-batches that may be a boundary, where a script reduces each
     reduces_every_micro_batch = False  # and frees it: nothing accumulates the local gradient
@@ -188,6 +189,7 @@ class Framework:
     peers: Peers | None = None  # where several data-parallel groups share the model
     came_with: Sequence[float | None] | None = None  # the groups' rates, where a scheduler rises to them
     wrapper: object = None  # the DistributedDataParallel that is this training's
+    weights_sharded = False  # :meth:`weights` yields a part on each rank
 
     def __init__(
         self,
@@ -209,6 +211,7 @@ class Framework:
         self.group, self.module = own_group(group), module
         self.names, self.parameters = [name for name, _ in parameters], [p for _, p in parameters]
         self.numels = [parameter.numel() for parameter in self.parameters]  # elements of each, whole
+        self.shapes = [tuple(parameter.shape) for parameter in self.parameters]  # likewise
         self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.counts, self.patches = StepCounts(dist.get_world_size(self.group)), Patches()
         self._optimizers = list(optimizers)
@@ -310,6 +313,13 @@ class Framework:
     def gathered(self) -> list[GatheredPiece]:
         """Return the parameters that a forward gathers from the ranks' shards; the same list until the end."""
         return []
+
+    def weights(self) -> Iterator[Part]:
+        """Yield the weights in use, before the update: whole on every rank, or of each element one rank's piece.
+
+        A whole tensor may have its own shape, a piece is flat.
+        """
+        return ((index, 0, parameter.detach()) for index, parameter in enumerate(self.parameters))
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return parameters that every rank holds whole, and a function that names all else that is replicated."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ds_silent.json_form import FORMAT as FORMAT
 from ds_silent.json_form import from_json as from_json
 from ds_silent.json_form import to_json as to_json
+from ds_silent.trace import Traced
 
 Method = Literal["exact", "sketch"]
 Severity = Literal["info", "warning", "error"]
@@ -230,7 +231,7 @@ class StepRecord:
 
     ``cosine_matrix`` (N x N, ranks as rows) and ``layers`` are for the sinks that draw; they are not part of the
     fixed ``metrics.jsonl`` format. ``exact_check`` is the mean cosine by sketch minus the exact one, where both are;
-    ``data`` goes to ``run.json``.
+    ``data`` goes to ``run.json``, ``traced`` to ``trace.jsonl``.
     """
 
     step: int  # the optimizer step, counted from 1
@@ -249,6 +250,7 @@ class StepRecord:
     layers: tuple[LayerStats, ...] = field(default=(), metadata={"json": False})
     exact_check: float | None = field(default=None, metadata={"json": False})
     data: DataDealt | None = field(default=None, metadata={"json": False})
+    traced: Traced | None = field(default=None, compare=False, repr=False, metadata={"json": False})
 
     @classmethod
     def from_json(cls, value: Any) -> StepRecord:

@@ -228,7 +228,7 @@ def test_a_hostile_line_is_skipped(tmp_path: Path, line: str | bytes) -> None:
 
 
 def test_a_line_too_long_is_not_taken_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_silent.trace.LONGEST_LINE", 2048)
+    monkeypatch.setattr("ds_silent.trace.reading.LONGEST_LINE", 2048)
     trace = read_trace(write(tmp_path / "trace.jsonl", HEAD, step(1), edited(2, more="x" * 9000), step(3)))
     assert trace.steps == (1, 3)
     assert trace.skipped == 1

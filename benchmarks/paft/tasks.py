@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows, warm_up
 
 TEST_IMAGES = 600  # of 1,797; the split is the same for every seed
 HELD_OUT_ROWS, TRAINING_ROWS = 512, 4096
@@ -124,7 +124,7 @@ LANGUAGE_BATCH = 8
 
 
 @cache
-def rows() -> tuple[Rows, Rows]:
+def rows() -> tuple[PracticeRows, PracticeRows]:
     """Training rows and held-out rows, of the distribution that the warm-up has not seen."""
     return make_rows(TRAINING_ROWS, seed=1), make_rows(HELD_OUT_ROWS, seed=2)
 

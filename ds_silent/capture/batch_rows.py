@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_silent.capture.row_hashes import batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.row_ids import MAX_ROWS, pack_rows, sampling_of
+from ds_silent.exchange.row_ids import MAX_ROWS, hash_rows, pack_rows, sampling_of
 
 logger = logging.getLogger("ds_silent")
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
@@ -157,6 +157,16 @@ class RowIds:
             return None
         together = torch.cat([one.ids.to(taken[-1].ids.device) for one in taken])
         return pack_rows(together, self.sampling).to(device, non_blocking=True)
+
+    def hashed(self, device: torch.device) -> Tensor | None:
+        """Hash all rows of the step under way, fp32 (ROW_NUMBERS,) on ``device``, before they are taken; None when
+        off."""
+        if not self.enabled:
+            return None
+        self._told_late()
+        own = self._sent_next[self._start :]
+        together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
+        return hash_rows(together, all(one.told for one in own), device)
 
     def take_label_tokens(self) -> Tensor | None:
         """Return the tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""

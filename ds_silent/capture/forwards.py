@@ -19,6 +19,7 @@ from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.loss_origin import is_a_mean
+from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
 from ds_silent.rules.language_models import shifts_labels
 
@@ -31,10 +32,19 @@ class Forwards:
         rows: collects ids and label tokens.
         loaders: what feeds the training.
         settings: look at each training forward.
+        traced: looks at the order of the first; None where no trace is written.
     """
 
-    def __init__(self, module: nn.Module, rows: RowIds, loaders: LoaderWatch, settings: LocalSettings):
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: RowIds,
+        loaders: LoaderWatch,
+        settings: LocalSettings,
+        traced: TraceCapture | None = None,
+    ):
         self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
+        self._order = None if traced is None else traced.order
         self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
@@ -58,6 +68,8 @@ class Forwards:
         if (items := kwargs.get("num_items_in_batch")) is not None:
             self._settings.objective.items = items
         rows = partial(self._take_rows, args, kwargs)
+        if self._order is not None:
+            self._order.begin()
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
             self._evaluated = self._evaluated_loss = None
             self._settings.before_forward()
@@ -72,6 +84,8 @@ class Forwards:
         """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""
         if not torch.is_grad_enabled():
             return
+        if self._order is not None:
+            self._order.end()
         loss = loss_in(output)
         if loss is not None:
             loss = mean_of(loss, self._times_share)
@@ -104,6 +118,8 @@ class Forwards:
         """Note that what was forwarded until now is in the gradients, or never will be."""
         self._behind = len(self._of_forwards)
         self._rows.backward_ended()
+        if self._order is not None:
+            self._order.end()
 
     def drop(self) -> None:
         """Forget what is in the gradients; a forward whose backward is to come stays."""

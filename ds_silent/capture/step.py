@@ -38,6 +38,7 @@ from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.reduced_gradient import ReducedGradient
 from ds_silent.capture.settings_check import SettingsCheck
+from ds_silent.capture.traced import TraceCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
@@ -58,12 +59,14 @@ class StepPlan:
         measures: whether it is measured.
         exact: whether the local gradients are exchanged piece by piece, too.
         sends: whether an observation is sent: of each measured step, and of the first.
+        traces: whether it gets a line of the trace.
     """
 
     step: int
     measures: bool = False
     exact: bool = False
     sends: bool = False
+    traces: bool = False
 
 
 class StepMoments:
@@ -241,7 +244,8 @@ class StepCapture:
         keep = None
         if config.respond.on_aggregation_error == "retry" and config.reduction != "ordered":
             keep = framework.keep_for_again
-        self._sends_aggregates = config.integrity.aggregation and config.direction.method != "off"  # by layer
+        checks = config.integrity.aggregation or config.trace is not None
+        self._sends_aggregates = checks and config.direction.method != "off"  # by layer
         self._sends_layers = config.direction.per_layer or self._sends_aggregates
         self._local = LocalGradient(
             framework.numels,
@@ -259,6 +263,7 @@ class StepCapture:
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
         self.rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks)
+        self.traced = None if config.trace is None else TraceCapture(framework, self.guard, self.rows)
         self.shape = ExchangeShape(
             ranks,
             len(self.layer_names),
@@ -266,13 +271,14 @@ class StepCapture:
             framework.micro_batches,
             framework.aggregate_replicated,
             gather_limit,
+            0 if self.traced is None else self.traced.samples.count,
         )
         self.loaders = LoaderWatch(ranks)
         aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework.words)
         self.breach_check = BreachCheck(rules_of(framework, config), framework)
-        forwards = Forwards(framework.module, self.rows, self.loaders, self.settings)
+        forwards = Forwards(framework.module, self.rows, self.loaders, self.settings, self.traced)
         parts = (self._local, aggregate, forwards, self.settings)
         self.moments = StepMoments(framework, self.guard, *parts, keep)
         self._patches = Patches()
@@ -282,6 +288,8 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
+        if self.traced is not None:
+            self._patches.also(self.traced.order.end)
         self.breach_check.connect(self._patches)  # first: who closes in a framework's hook takes no later hook away
         self.framework.connect(moments)
 
@@ -334,6 +342,7 @@ class StepCapture:
         objective = self.settings.objective.numbers()
         loss = moments.forwards.observed(scale)
         sketches, squares = moments.aggregate.take_local()
+        rows, weights = (None, None) if self.traced is None else self.traced.observed(moments.plan.traces)
         self._before = Observation(
             loss=loss,
             local=local.observed(squares.sum(), moments.gram),
@@ -346,6 +355,8 @@ class StepCapture:
             ids=self.rows.take(squares.device),
             layer_sketches=sketches if self._sends_layers and local.sketching else None,
             gram=moments.gram,
+            rows=rows,
+            weights=weights,
         )
         return self._with_aggregate(self._before, hashes)
 

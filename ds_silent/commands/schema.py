@@ -19,7 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ds_silent.config import BLOCK, SKETCH_SIZES, SilentConsistencyConfig
+from ds_silent.config import BLOCK, SKETCH_SIZES, TRACE_SIZES, SilentConsistencyConfig
 from ds_silent.config.errors import OF_A_FIELD
 from ds_silent.records import FORMAT, Event, StepRecord
 
@@ -52,9 +52,12 @@ def written(name: Name) -> str:
 def _of_the_block() -> dict[str, Any]:
     block = _plain(SilentConsistencyConfig.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = block.pop("$defs")
-    low, high = SKETCH_SIZES
-    sizes = [2**power for power in range(low.bit_length() - 1, high.bit_length())]
-    definitions["DirectionConfig"]["properties"]["sketch_size"]["enum"] = sizes
+    for kind, key, (low, high) in (
+        ("DirectionConfig", "sketch_size", SKETCH_SIZES),
+        ("TraceConfig", "size", TRACE_SIZES),
+    ):
+        sizes = [2**power for power in range(low.bit_length() - 1, high.bit_length())]
+        definitions[kind]["properties"][key]["enum"] = sizes
     return {
         "$schema": DRAFT,
         "$id": "urn:ds-silent:block",

@@ -21,18 +21,30 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from ds_silent.config.destination import MUST, environment_name, parse_destination
-from ds_silent.config.errors import OF_A_FIELD, about, checked_keys, plain, value_error
+from ds_silent.config.errors import about, checked_keys, plain, value_error
+from ds_silent.config.fields import (
+    Block,
+    above_0,
+    choice,
+    field,
+    inner,
+    is_power_of_two,
+    optional,
+    power_of_two,
+    share,
+    switch,
+    whole,
+)
 from ds_silent.text import shown
 
 BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")
 _COMMENT_MARKS = ("_", "#", "/")  # how people take a key out of a JSON file without deleting it
 SKETCH_SIZES = (256, 1_048_576)
-LARGEST = 2**31 - 1
-"""Of any whole number: more would not fit into what is sent and written."""
+TRACE_SIZES = (64, 16_384)
 
 
 class ConfigError(ValueError):
@@ -43,182 +55,142 @@ class WriterError(ConfigError):
     """What only the rank that writes looks at is wrong: the ranks do not differ in it."""
 
 
-def _is(must: str, default: Any, strict: bool | None = True, **more: Any) -> Any:
-    """A strict field (``true`` is no number, ``"1"`` neither) that knows the sentence for a value it refuses."""
-    own = {name: more.pop(name) for name in OF_A_FIELD if name in more}
-    return Field(default, strict=strict, json_schema_extra={"must": must, **own}, **more)
-
-
-def _whole(default: int, low: int, high: int | None = None, **more: Any) -> Any:
-    upper = "" if high is None else f" and at most {high}"
-    return _is(f"be a whole number, at least {low}{upper}", default, ge=low, le=high or LARGEST, **more)
-
-
-def _share(default: float) -> Any:
-    return _is("be a number, at least 0 and at most 1000", default, ge=0, le=1000, allow_inf_nan=False)
-
-
-def _above_0(default: float, most: float) -> Any:
-    must = f"be a number greater than 0 and at most {most:.0f}"
-    return _is(must, default, gt=0, le=most, allow_inf_nan=False)
-
-
-def _switch(default: bool, **more: Any) -> Any:
-    return _is("be true or false", default, **more)
-
-
-def _choice(*values: str, **more: Any) -> Any:
-    """One of ``values``; the first is the default."""
-    listed = ", ".join(f'"{value}"' for value in values[:-1]) + f' or "{values[-1]}"'
-    return _is(f"be {listed}", values[0], strict=None, **more)
-
-
-def _inner(kind: type[_Block], **own: Any) -> Any:
-    """A block within the block."""
-    return Field(default_factory=kind, json_schema_extra=own or None)
-
-
-class _Block(BaseModel):
-    """Unknown keys are forbidden, and nobody edits the configuration of a running job."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
-
-
-class DirectionConfig(_Block):
+class DirectionConfig(Block):
     """How the ranks' gradient directions are compared."""
 
-    method: Literal["sketch", "exact", "off"] = _choice("sketch", "exact", "off")
+    method: Literal["sketch", "exact", "off"] = choice("sketch", "exact", "off")
     """``sketch``: k numbers per rank. ``exact``: the true cosine matrix, for the traffic of one reduce-scatter."""
 
-    sketch_size: int = _is(
-        "be a power of two between {} and {}".format(*SKETCH_SIZES),
-        16_384,
-        ge=256,
-        le=1_048_576,
-        power_of_two=SKETCH_SIZES,
-    )
+    sketch_size: int = power_of_two(16_384, *SKETCH_SIZES)
     """k, fp32 numbers per rank and step; the standard error of one cosine is about 1/sqrt(k)."""
 
-    exact_interval: int = _whole(0, 0)
+    exact_interval: int = whole(0, 0)
     """Every n-th measurement is also made exactly, as a check of the sketch; 0 is never."""
 
-    exact_memory_mb: int = _whole(64, 1, 65_536)
+    exact_memory_mb: int = whole(64, 1, 65_536)
     """MiB of extra communication memory that the exact method may take; less memory means more, smaller pieces."""
 
-    per_layer: bool = _switch(
+    per_layer: bool = switch(
         False, check=("per layer", "one more sketch of each layer is sent; its size grows with the number of layers")
     )
     """Norm and direction of every layer too (up to 64 ranks; above, the cost per rank must not grow)."""
 
-    @field_validator("sketch_size")
-    @classmethod
-    def _power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
-            raise ValueError("not a power of two")
-        return value
+    _power_of_two = field_validator("sketch_size")(is_power_of_two)
 
 
-class DetectorsConfig(_Block):
+class DetectorsConfig(Block):
     """What becomes an event."""
 
-    enabled: bool = _switch(True)
+    enabled: bool = switch(True)
     """Judge the records; off: only measure."""
 
-    false_alarms_per_million_steps: float = _above_0(1.0, 1e6)
+    false_alarms_per_million_steps: float = above_0(1.0, 1e6)
     """The stated rate of false alarms, from which every threshold follows."""
 
-    dealt: Literal["random", "own-shard"] | None = _is('be null, "random" or "own-shard"', None, strict=None)
+    dealt: Literal["random", "own-shard"] | None = field('be null, "random" or "own-shard"', None, strict=None)
     """How rows come to ranks, where neither sampler nor rows say it. With ``random`` ranks are compared directly."""
 
-    stop_on: Literal["never", "error", "warning"] = _choice("never", "error", "warning", drill="not part of the drill")
+    stop_on: Literal["never", "error", "warning"] = choice("never", "error", "warning", drill="not part of the drill")
     """End the training on all ranks, with exit status 3, after an event of this severity or worse."""
 
 
-class EffectsConfig(_Block):
+class EffectsConfig(Block):
     """How large a difference between ranks must be; below, a finding is a note."""
 
-    loss: float = _share(0.05)
+    loss: float = share(0.05)
     """Relative difference of a rank's loss from the others', where rows are dealt at random."""
 
-    gradient_norm: float = _share(0.05)
+    gradient_norm: float = share(0.05)
     """Relative difference of a rank's gradient norm from the others', where rows are dealt at random."""
 
-    direction: float = _share(0.02)
+    direction: float = share(0.02)
     """Difference of a rank's cosine from the others' cosines."""
 
-    layer: float = _share(0.1)
+    layer: float = share(0.1)
     """Relative difference of one layer's gradient norm on a rank from the others', where rows are dealt at random."""
 
-    changed_norm: float = _share(0.25)
+    changed_norm: float = share(0.25)
     """Relative change of a rank's gradient norm beside a loss as before, where each rank may have rows of its own."""
 
-    changed_loss: float = _share(1.0)
+    changed_loss: float = share(1.0)
     """How far a loss is above the highest of the run (1.0: twice), where each rank may have rows of its own."""
 
 
-class IntegrityConfig(_Block):
+class IntegrityConfig(Block):
     """Is the aggregated gradient right, do the replicas agree?"""
 
-    aggregation: bool = _switch(True)
+    aggregation: bool = switch(True)
     """Compare the sketch of the aggregated gradient with the mean of the ranks' sketches, at every measurement."""
 
-    replica_interval: int = _whole(100, 0)
+    replica_interval: int = whole(100, 0)
     """Optimizer steps between two comparisons of the replicas' parameters; 0 is never."""
 
 
-class RespondConfig(_Block):
+class RespondConfig(Block):
     """What is done about an error; anything but ``report`` changes the training."""
 
-    on_aggregation_error: Literal["report", "retry", "stop"] = _choice("report", "retry", "stop")
+    on_aggregation_error: Literal["report", "retry", "stop"] = choice("report", "retry", "stop")
     """A reduction whose result is not the mean of its inputs. ``retry`` keeps a copy of the local gradient."""
 
-    retries: int = _whole(3, 1, 100)
+    retries: int = whole(3, 1, 100)
     """How often a step's reduction is repeated, and a repair is tried, before it counts as failed."""
 
-    on_failed_retry: Literal["report", "stop"] = _choice("report", "stop")
+    on_failed_retry: Literal["report", "stop"] = choice("report", "stop")
     """When no repetition was right: go on with the last result and say so, or end the training."""
 
-    on_replica_drift: Literal["report", "majority", "mean", "stop"] = _choice("report", "majority", "mean", "stop")
+    on_replica_drift: Literal["report", "majority", "mean", "stop"] = choice("report", "majority", "mean", "stop")
     """Replicas that hold different parameters."""
 
 
-class ResyncConfig(_Block):
+class ResyncConfig(Block):
     """Averaging of the replicas against drift (PAFT)."""
 
-    mode: Literal["off", "periodic", "dynamic"] = _choice("off", "periodic", "dynamic")
+    mode: Literal["off", "periodic", "dynamic"] = choice("off", "periodic", "dynamic")
     """``dynamic`` overlaps the averaging with the next step and chooses the next interval from the drift found."""
 
-    interval: int = _whole(100, 1)
+    interval: int = whole(100, 1)
     """Optimizer steps between two averagings; with ``dynamic`` the most, where little or nothing differs."""
 
-    state: Literal["all", "parameters"] = _choice("all", "parameters")
+    state: Literal["all", "parameters"] = choice("all", "parameters")
     """``all``: the optimizer's states too."""
 
 
-class OrderedConfig(_Block):
+class OrderedConfig(Block):
     """How ``"reduction": "ordered"`` adds up."""
 
-    micro_batches: Literal["contiguous", "interleaved"] = _choice("contiguous", "interleaved")
+    micro_batches: Literal["contiguous", "interleaved"] = choice("contiguous", "interleaved")
     """Which of the step's micro-batches are a rank's: ``contiguous`` neighbours, or ``interleaved`` every N-th."""
 
-    memory_mb: int = _whole(64, 1, 65_536)
+    memory_mb: int = whole(64, 1, 65_536)
     """MiB of extra communication memory; less memory means more, smaller pieces."""
 
 
-class AlertConfig(_Block):
+class TraceConfig(Block):
+    """Write ``trace.jsonl``, by which ``ds-silent compare`` finds where two trainings part. Absent: no trace."""
+
+    interval: int = whole(1, 1)
+    """Measurements from one line to the next."""
+
+    size: int = power_of_two(256, *TRACE_SIZES)
+    """Numbers of a gradient's sketch in a line."""
+
+    _power_of_two = field_validator("size")(is_power_of_two)
+
+
+class AlertConfig(Block):
     """Where events are sent, off the training thread; only the rank that writes looks at it."""
 
-    to: SecretStr = _is(MUST, ..., secret=True)
+    to: SecretStr = field(MUST, ..., secret=True)
     """Where to. Addresses of webhooks, passwords and commands are never shown; ``env:NAME`` keeps them in the
     environment of rank 0."""
 
-    level: Literal["warning", "error", "info"] = _choice("warning", "error", "info")
+    level: Literal["warning", "error", "info"] = choice("warning", "error", "info")
     """Events of this severity or worse, and the ends of faults that were reported."""
 
-    at_most_per_hour: int = _whole(10, 1, 1_000)
+    at_most_per_hour: int = whole(10, 1, 1_000)
     """More are counted, and the next message says how many."""
 
-    timeout: float = _above_0(10.0, 60)
+    timeout: float = above_0(10.0, 60)
     """Seconds that one try may take."""
 
     @field_validator("to")
@@ -239,42 +211,43 @@ _ANSWERED = "responses are tried in trainings of their own, with values of the d
 _SERVED = "for Prometheus at http://{metrics_address}:{metrics_port}/metrics, from rank 0"
 
 
-class SilentConsistencyConfig(_Block):
+class SilentConsistencyConfig(Block):
     """The whole block; every field has a default, so ``"silent_consistency": {}`` switches everything on."""
 
-    enabled: bool = _switch(True)
+    enabled: bool = switch(True)
     """``false``: as if the block were not there; nothing else in it is looked at."""
 
-    interval: int = _whole(1, 1)
+    interval: int = whole(1, 1)
     """Optimizer steps between measurements."""
 
-    output_dir: str = _is("be the name of a directory", "runs/silent", min_length=1)
+    output_dir: str = field("be the name of a directory", "runs/silent", min_length=1)
     """Directory of the records; refused at start if it cannot be written."""
 
-    direction: DirectionConfig = _inner(DirectionConfig)
-    coverage: bool = _switch(True)
+    direction: DirectionConfig = inner(DirectionConfig)
+    coverage: bool = switch(True)
     """Follow the sample ids: duplicates between ranks, share of the epoch seen."""
 
-    preflight: bool = _switch(True)
+    preflight: bool = switch(True)
     """Before step 1: do the ranks agree on what must agree?"""
 
-    rules: bool = _switch(True)
+    rules: bool = switch(True)
     """Check what needs no other rank: what the optimizer does, its rates, what a batch says of itself."""
 
-    probe: bool = _switch(False, drill="", check=("probe", "the first training forward is repeated a few times"))
+    probe: bool = switch(False, drill="", check=("probe", "the first training forward is repeated a few times"))
     """Repeat the first training forward of a causal model with other tokens: no logits before them may change."""
 
-    detectors: DetectorsConfig = _inner(DetectorsConfig)
-    effects: EffectsConfig = _inner(EffectsConfig)
-    integrity: IntegrityConfig = _inner(IntegrityConfig)
-    respond: RespondConfig = _inner(RespondConfig, drill=_ANSWERED)
-    resync: ResyncConfig = _inner(ResyncConfig, drill=_ANSWERED)
-    reduction: Literal["native", "ordered"] = _choice("native", "ordered", drill=_ANSWERED)
+    detectors: DetectorsConfig = inner(DetectorsConfig)
+    effects: EffectsConfig = inner(EffectsConfig)
+    integrity: IntegrityConfig = inner(IntegrityConfig)
+    respond: RespondConfig = inner(RespondConfig, drill=_ANSWERED)
+    resync: ResyncConfig = inner(ResyncConfig, drill=_ANSWERED)
+    reduction: Literal["native", "ordered"] = choice("native", "ordered", drill=_ANSWERED)
     """``ordered``: a reduction whose bits do not depend on the order or the number of ranks."""
 
-    ordered: OrderedConfig = _inner(OrderedConfig)
+    ordered: OrderedConfig = inner(OrderedConfig)
 
-    tensorboard: bool = _switch(True)
+    trace: TraceConfig | None = optional(drill="the drill compares no trainings")
+    tensorboard: bool = switch(True)
     """Write TensorBoard event files below ``output_dir``."""
 
     alerts: tuple[AlertConfig, ...] = Field(
@@ -288,15 +261,15 @@ class SilentConsistencyConfig(_Block):
     )
     """Where events are sent: webhooks, mail, commands, trackers."""
 
-    metrics_port: int = _whole(0, 0, 65_535, writer=True, drill="", check=("metrics", _SERVED))
+    metrics_port: int = whole(0, 0, 65_535, writer=True, drill="", check=("metrics", _SERVED))
     """Port on which rank 0 serves its numbers to Prometheus; 0 is none."""
 
-    metrics_address: str = _is(
+    metrics_address: str = field(
         "be an address of rank 0's host", "127.0.0.1", min_length=1, pattern=r"^[A-Za-z0-9.:_-]+$", writer=True
     )
     """Address to listen on; by default only this host can connect. ``0.0.0.0``: every host."""
 
-    places: str | None = _is("be the path of a JSON file, or null", None, min_length=1, writer=True)
+    places: str | None = field("be the path of a JSON file, or null", None, min_length=1, writer=True)
     """A file on rank 0's host with each host's switch group, ``{"node0001": "A", ...}``, for events to name."""
 
     @field_validator("output_dir", "places")
@@ -343,7 +316,7 @@ def _contradictions(config: SilentConsistencyConfig) -> list[str]:
     """A protection that was asked for and silently is not there is worse than none."""
     on_error, on_drift = config.respond.on_aggregation_error, config.respond.on_replica_drift
     answers, key = on_error != "report", f'{BLOCK}.respond.on_aggregation_error "{on_error}"'
-    checked, method = config.integrity.aggregation, config.direction.method
+    checked, method, trace = config.integrity.aggregation, config.direction.method, config.trace
     rules = (
         (
             answers and (not checked or method == "off"),
@@ -364,6 +337,15 @@ def _contradictions(config: SilentConsistencyConfig) -> list[str]:
             config.resync.mode != "off" and on_drift in ("majority", "mean"),
             f'{BLOCK}.resync.mode "{config.resync.mode}" averages what respond.on_replica_drift "{on_drift}" would '
             "repair; use one of them and leave the other at its default",
+        ),
+        (
+            trace is not None and method == "off",
+            f'{BLOCK}.trace needs sketches, got direction.method "off"; set it to "sketch" or leave trace out',
+        ),
+        (
+            trace is not None and trace.size > config.direction.sketch_size,
+            f"{BLOCK}.trace.size must be at most direction.sketch_size, got {trace and trace.size} and "
+            f"{config.direction.sketch_size}; lower it",
         ),
     )
     return [sentence for broken, sentence in rules if broken]

@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from types import UnionType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -33,7 +34,7 @@ def about(model: type[BaseModel], key: str) -> Mapping[str, Any]:
 def block_type(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     """Return what an object in a field must be: the block within the block, or the entry of a list of blocks."""
     kind = model.model_fields[key].annotation if key in model.model_fields else None
-    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    kind = get_args(kind)[0] if get_origin(kind) in (tuple, UnionType) else kind
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

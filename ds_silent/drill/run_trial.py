@@ -25,7 +25,7 @@ from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, In
 from ds_silent.drill.setting import FRAMEWORKS, DrillSetting
 from ds_silent.drill.training import SEED, DrillTraining, ObservedTraining, Script, Trial
 from ds_silent.drill.verdicts import alarms, judge
-from ds_silent.practice.model import PracticeModel, Rows, make_rows, warm_up
+from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 AFTER_FOUND = 2  # measured steps, to see whether the alarm says more
@@ -36,7 +36,7 @@ class Start:
     """What every training of the drill starts from; the same on every rank."""
 
     setting: DrillSetting
-    rows: Rows
+    rows: PracticeRows
     weights: dict[str, Tensor]
 
 

@@ -107,14 +107,15 @@ class GatherExchange(Exchange):
 
     def _with_sketches(self, known: Gathered, rows: Tensor) -> Gathered:
         layout = self._layout
-        _, sketches, aggregates, layers, layer_aggregates, grams = torch.split(rows.double(), layout.parts, dim=1)
+        parts = torch.split(rows.double(), layout.parts, dim=1)
+        _, sketches, aggregates, layers, layer_aggregates, grams, weights = parts
         of_layers = (layout.layers, layout.layer_size)
         each = EachRank(
             sketches,
             layers.reshape(self._ranks, *of_layers) if layout.layers else None,
             layer_aggregates.sum(0).view(of_layers) if layout.layer_aggregates else None,
         )
-        return with_sums(known, aggregates.sum(0), grams.sum(0), each)
+        return with_sums(known, aggregates.sum(0), grams.sum(0), weights.sum(0), each)
 
 
 class ConstantSizeExchange(Exchange):
@@ -145,9 +146,9 @@ class ConstantSizeExchange(Exchange):
         super().__init__(layout, group, device)
         self._total = total
         self._sums = torch.zeros(sum(layout.sums), device=device)
-        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram, self._failures = (
-            torch.split(self._sums, layout.sums)
-        )
+        parts = torch.split(self._sums, layout.sums)
+        self._units, self._sum, self._aggregate, self._layers, self._layer_aggregates, self._gram, *rest = parts
+        self._weights, self._failures = rest
         self._own = torch.zeros(layout.size, device=device)
         self._own_layers = torch.zeros(layout.late_layers, layout.layer_size, device=device)
         self._sums_copy = HostCopy(self._sums)
@@ -203,6 +204,8 @@ class ConstantSizeExchange(Exchange):
             self._layer_aggregates.copy_(fold(observation.layer_aggregates, layout.layer_size).reshape(-1))
         if observation.gram is not None:
             self._gram.copy_(observation.gram.reshape(-1))
+        if observation.weights is not None:
+            self._weights.copy_(observation.weights)
         return self._mine
 
     def _find_late(self) -> Tensor:
@@ -266,7 +269,7 @@ class ConstantSizeExchange(Exchange):
     def _with_sums(self, known: Gathered, sums: Tensor, rows: Tensor) -> Gathered:
         """Add the sums; ``rows``: (N, layout.row)."""
         layout = self._layout
-        units, total, aggregate, layers, layer_aggregates, gram, _ = torch.split(sums, layout.sums)
+        units, total, aggregate, layers, layer_aggregates, gram, weights, _ = torch.split(sums, layout.sums)
         scalars, pairs = torch.split(rows, [layout.scalars, layout.pairs], dim=1)
         *_, probes, late = torch.split(scalars, layout.scalar_parts, dim=1)
         gathered = unpack(layout, known.step, scalars) if layout.failures else known
@@ -284,7 +287,7 @@ class ConstantSizeExchange(Exchange):
             pairs if layout.pairs else None,
             late if layout.late else None,
         )
-        return with_sums(gathered, aggregate, gram, directions)
+        return with_sums(gathered, aggregate, gram, weights, directions)
 
     def under_way(self) -> list[Arrived]:
         """Return all not yet collected, without a further collective; the last lacks its late numbers."""

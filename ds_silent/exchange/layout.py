@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from ds_silent import trace
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
@@ -27,6 +28,7 @@ from ds_silent.exchange.observation import (
     Sums,
     on_all,
 )
+from ds_silent.exchange.row_ids import ROW_NUMBERS
 from ds_silent.maths.micro_batches import LARGEST
 from ds_silent.maths.sketch import fold
 
@@ -65,15 +67,18 @@ class Layout:
     micro_batches: int = 0  # per step, where their sketches can be asked for; else 0
     block: int = 0  # ranks that gather for one of them to pass on to the writing rank; 0: everybody gets everything
     failures: int = 0  # numbers in the sums that say which ranks failed, where not everybody gets everything
+    rows: int = 0  # numbers that hold the hash of the step's rows, where a trace is written
+    weights: int = 0  # sampled elements of the weights, and how many are known, likewise
 
     @property
     def scalars(self) -> int:
-        """An observation's own, then layers' squared norms, ids, hashes, what tells equal directions, what is late."""
+        """An observation's own, then layers' squared norms, ids, hashes, rows, what tells equal directions, what is
+        late."""
         return sum(self.scalar_parts)
 
     @property
     def scalar_parts(self) -> list[int]:
-        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes, self.probes, self.late]
+        return [len(FIELDS), self.groups, self.ids, WORDS * self.hashes, self.rows, self.probes, self.late]
 
     @property
     def probes(self) -> int:
@@ -97,9 +102,10 @@ class Layout:
 
     @property
     def parts(self) -> list[int]:
-        """Lengths of scalars, local sketch, aggregate's sketch, both per layer, and Gram matrix."""
+        """Lengths of scalars, local sketch, aggregate's sketch, both per layer, Gram matrix, and sampled weights."""
         of_layers = self.layers * self.layer_size
-        return [self.scalars, self.size, self.size, of_layers, of_layers * self.layer_aggregates, self.gram]
+        of_both = [of_layers, of_layers * self.layer_aggregates]
+        return [self.scalars, self.size, self.size, *of_both, self.gram, self.weights]
 
     @property
     def row(self) -> int:
@@ -122,6 +128,7 @@ class ExchangeShape:
     micro_batches: int  # per step
     aggregate_replicated: bool  # every rank holds the whole aggregate, and sends its layers' checksums
     gather_limit: int = GATHER_LIMIT
+    weights: int = 0  # sampled elements of the weights
 
 
 def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
@@ -130,16 +137,17 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
     direction, groups = config.direction, shape.layers
     size = 0 if direction.method == "off" else direction.sketch_size
     exact = direction.method == "exact" or (direction.exact_interval > 0 and size > 0)
+    traced = config.trace is not None and size > 0
     aggregation = config.integrity.aggregation and size > 0
     gathers = gathers_sketches(ranks, shape.gather_limit, direction.per_layer)
-    layers = groups if size and ((direction.per_layer and gathers) or aggregation) else 0
+    layers = groups if size and ((direction.per_layer and gathers) or aggregation or traced) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
     layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
     if layers and not gathers:
-        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1)
+        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1, traced * trace.layer_size(layers))
     steps = shape.micro_batches if aggregation else 0
     far = ranks > TIMES * shape.gather_limit and not gathers
     return Layout(
@@ -149,7 +157,7 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
         layers,
         min(layer_size, size),
         ranks * ranks if exact else 0,
-        layer_aggregates=aggregation,
+        layer_aggregates=aggregation or traced,
         layer_records=direction.per_layer and gathers,
         hashes=1 + (groups if shape.aggregate_replicated else 0),
         gathers=gathers,
@@ -158,6 +166,8 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
         micro_batches=steps if 1 < steps <= LARGEST // max(1, layers * layer_size) else 0,
         block=max(2, BLOCK_TIMES * shape.gather_limit) if far else 0,
         failures=-(-ranks // DIGITS) if far else 0,
+        rows=ROW_NUMBERS if traced and shape.ids else 0,
+        weights=shape.weights + 1 if traced else 0,
     )
 
 
@@ -210,7 +220,7 @@ def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:
         None if sketches is None else fold(sketches, layout.layer_size)
         for sketches in (observation.layer_sketches, observation.layer_aggregates)
     )
-    values = (observation.sketch, observation.aggregate, layers, aggregates, observation.gram)
+    values = (observation.sketch, observation.aggregate, layers, aggregates, observation.gram, observation.weights)
     for part, value in zip(vectors, values, strict=True):
         part.zero_() if value is None else part.copy_(value.reshape(-1))
     return out
@@ -220,7 +230,7 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
     """Fill ``out``, (layout.scalars,) fp32: one copy for what is known on the host, one for each value on a device."""
     values = _values(observation)
     out.zero_()
-    scalars, squares, ids, hashes, _, _ = torch.split(out, layout.scalar_parts)
+    scalars, squares, ids, hashes, rows, _, _ = torch.split(out, layout.scalar_parts)
     known = torch.tensor([value if type(value) is float else 0.0 for value in values], dtype=torch.float32)
     scalars.copy_(known, non_blocking=True)
     for place, value in enumerate(values):
@@ -230,6 +240,8 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
         squares.copy_(observation.layer_squares)
     if observation.ids is not None:
         ids.copy_(observation.ids)
+    if observation.rows is not None:
+        rows.copy_(observation.rows)
     if observation.hashes is not None:
         words = torch.stack([(observation.hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], 1)
         hashes.view(-1, WORDS).copy_(words)
@@ -237,22 +249,25 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
 
 def unpack(layout: Layout, step: int, rows: Tensor) -> Gathered:
     """Read all ranks' scalars, (N, layout.scalars) float64."""
-    scalars, squares, ids, words, _, _ = torch.split(rows, layout.scalar_parts, dim=1)
+    scalars, squares, ids, words, hashed, _, _ = torch.split(rows, layout.scalar_parts, dim=1)
     hashes = torch.zeros(len(rows), layout.hashes, dtype=torch.int64)
     for word in range(WORDS):
         hashes |= words[:, word::WORDS].nan_to_num(0.0).to(torch.int64) << 16 * word
     columns = scalars.t().contiguous().unbind()
     groups = {name: group(*columns[begin:end]) for name, group, begin, end in _SPANS}
-    return Gathered(step, **groups, layer_squares=squares, ids=ids, hashes=hashes)
+    return Gathered(step, **groups, layer_squares=squares, ids=ids, hashes=hashes, rows=hashed)
 
 
-def with_sums(known: Gathered, aggregate: Tensor, gram: Tensor, directions: EachRank | Sums) -> Gathered:
+def with_sums(
+    known: Gathered, aggregate: Tensor, gram: Tensor, weights: Tensor, directions: EachRank | Sums
+) -> Gathered:
     """Add to what is known what is not of single ranks.
 
     Args:
         aggregate: (k,) sum over the ranks.
         gram: (layout.gram,) sum over the ranks; used where all have exchanged their inner products.
+        weights: (layout.weights,) sum over the ranks.
     """
     exact = on_all(known.local.gram_seen)
     matrix = gram.view(known.ranks, known.ranks).clone() if exact else None
-    return replace(known, aggregate=aggregate, gram=matrix, directions=directions)
+    return replace(known, aggregate=aggregate, gram=matrix, weights=weights, directions=directions)

@@ -147,6 +147,8 @@ class Observation:
     gram: Tensor | None = None  # (N, N) this rank's part of the exact inner products
     layer_aggregates: Tensor | None = None  # (L, k) of the owned part of the aggregate; sent folded
     hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.kernels.checksums
+    rows: Tensor | None = None  # the hash of the step's rows, see ds_silent.exchange.row_ids
+    weights: Tensor | None = None  # this rank's part of the sampled weights, see ds_silent.capture.weight_samples
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class Gathered:
     gram: Tensor | None = None  # (N, N) exact inner products, summed over pieces
     directions: EachRank | Sums | None = None  # None where nothing is sketched
     hashes: Tensor | None = None  # int64 (N, layout.hashes)
+    rows: Tensor | None = None  # (N, layout.rows)
+    weights: Tensor | None = None  # (layout.weights,) summed over the ranks
 
     @property
     def ranks(self) -> int:

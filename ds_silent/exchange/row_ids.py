@@ -10,6 +10,7 @@ An id is any 64-bit integer that means the same row on every rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,9 @@ _PLACE_BITS = 12
 MAX_ROWS = 1 << _PLACE_BITS  # of a rank and observation that are looked at
 _NUMBER = (1 << 24) - 1  # what fp32 carries
 _HEADER = 3
+_WORDS = 4  # a 64-bit hash travels as four 16-bit numbers
+ROW_NUMBERS = 2 + _WORDS
+"""That a rank sends of all its rows of one step, where a trace is written."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +205,39 @@ def _unpack_sample(values: npt.NDArray[np.float64], sampling: Sampling) -> StepI
     ids, places = low | (rest >> _PLACE_BITS) << 24, rest & (MAX_ROWS - 1)
     order = np.lexsort((places, owners))
     return StepIds(ids[order], owners[order], places[order], taken, looked, sampled, sampling.rate)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All rows of a step in one number, which says nothing of their order and of the ranks that hold them.
+
+
+def hash_rows(ids: Sequence[Tensor], told: bool, device: torch.device) -> Tensor:
+    """Return a rank's part, fp32 (ROW_NUMBERS,) on ``device``: how many, whether the script told the ids, their hash.
+
+    Args:
+        ids: int64, of the step's micro-batches.
+    """
+    hashed = torch.zeros(ROW_NUMBERS, dtype=torch.float32, device=device)
+    if ids:
+        total = torch.stack([mixed(part.to(torch.int64) + signed(GOLDEN)).sum() for part in ids]).sum()
+        hashed[2:].copy_(torch.stack([(total >> 16 * word) & 0xFFFF for word in range(_WORDS)]))
+        hashed[0].fill_(_counted(sum(map(len, ids))))
+        hashed[1].fill_(float(told))
+    return hashed
+
+
+def all_rows(hashed: Tensor) -> tuple[int, str, bool] | None:
+    """Return how many rows there are, their hash, and whether the scripts told their ids; None where it is not known.
+
+    Args:
+        hashed: (N, ROW_NUMBERS) on the host, of all ranks.
+    """
+    values = hashed.double().numpy()
+    if values.shape[1] != ROW_NUMBERS or not np.isfinite(values).all() or (values < 0).any():
+        return None
+    holds = values[:, 0] > 0
+    if not holds.any() or (values[holds, 0] >= 1 << 24).any() or len(set(values[holds, 1])) > 1:
+        return None
+    words = values[:, 2:].astype(np.int64).tolist()
+    total = sum(word << 16 * place for row in words for place, word in enumerate(row)) % (1 << 64)
+    return int(values[:, 0].sum()), f"{total:016x}", bool(values[holds, 1].all())

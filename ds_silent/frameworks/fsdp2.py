@@ -10,7 +10,7 @@ once. What comes out is this rank's rows of ``parameter.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.framework import GatheredPiece, Moments
+from ds_silent.framework import GatheredPiece, Moments, Part
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.kernels.checksums import Items
@@ -136,7 +136,7 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
 class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
-    reduces_every_micro_batch, forwards_alone = True, False
+    reduces_every_micro_batch, forwards_alone, weights_sharded = True, False, True
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class FSDP2Framework(TorchFramework):
             synchronises=lambda: synchronises(self._modules),
             device=_local(named[0][1]).device,
         )
-        self.aggregate_replicated = False
+        self.aggregate_replicated, self._rows = False, self.share()
         self._plain = plain_parameters(model, self._modules, self.names)
 
     def connect(self, moments: Moments) -> None:
@@ -171,6 +171,11 @@ class FSDP2Framework(TorchFramework):
 
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
         return None if gradient is None else _local(gradient).detach().reshape(-1)[: piece.numel]
+
+    def weights(self) -> Iterator[Part]:
+        """Yield this rank's rows; nothing where it holds a replica of them."""
+        for rows in self._rows:
+            yield rows.index, rows.start, _local(self.parameters[rows.index]).detach().reshape(-1)[: rows.numel]
 
     def gathered(self) -> list[GatheredPiece]:
         """Return this rank's rows of what each module under ``fully_shard`` gathers in its own pre-hook."""

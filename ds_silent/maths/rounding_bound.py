@@ -82,6 +82,20 @@ class Arithmetic:
         return names.get(self.total, f"mean times {self.total:g}")
 
 
+def step_rounding(arithmetic: Arithmetic, ranks: int, micro_batches: int) -> float:
+    """Return what rounding takes at most from one step's gradient, relative to the lengths of its terms together.
+
+    In the worst order: each term is rounded ``before`` times and in each of N - 1 partial sums, the result as ``after``
+    says, the sum of the micro-batches each time; and the gradient's sketch by its own rounding.
+    """
+    reduced = UNIT_ROUNDOFF[arithmetic.communication] * (arithmetic.before + ranks - 1)
+    reduced += sum(UNIT_ROUNDOFF[dtype] for dtype in arithmetic.after)
+    accumulated = UNIT_ROUNDOFF[arithmetic.accumulation] * (micro_batches - 1)
+    return (
+        reduced + accumulated + UNIT_ROUNDOFF[torch.float32] * math.sqrt(arithmetic.elements / arithmetic.width / 2 + 8)
+    )
+
+
 @dataclass(frozen=True)
 class AggregateCheck:
     """Lengths in the gradients' own unit (times the loss scale)."""

@@ -49,6 +49,8 @@ class Context:
     undivided: bool = False  # each micro-batch's backward began with a whole mean
     beside: int = 0  # see Evidence
     accumulation: int = 1  # micro-batches of a step, as the script says
+    traces: bool = False  # the step gets a line of the trace
+    rates: tuple[float | None, ...] = ()  # of each parameter group, in such a step
 
 
 @dataclass(frozen=True)

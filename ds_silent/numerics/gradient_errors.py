@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ds_silent.config import ConfigError
 from ds_silent.numerics.orders import reference_mean
-from ds_silent.practice.model import PracticeModel, Rows, make_rows
+from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows
 
 ROWS = 8  # per micro-batch
 DTYPES_READ = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -47,11 +47,13 @@ def practice_gradients(model: PracticeModel, count: int, seed: int, folder: Path
     return Gradients(found, torch.float32, files, f"the practice model, {ROWS} rows per micro-batch")
 
 
-def micro_batch(rows: Rows, number: int) -> Rows:
-    return Rows(rows.tokens[number * ROWS : (number + 1) * ROWS], rows.labels[number * ROWS : (number + 1) * ROWS])
+def micro_batch(rows: PracticeRows, number: int) -> PracticeRows:
+    return PracticeRows(
+        rows.tokens[number * ROWS : (number + 1) * ROWS], rows.labels[number * ROWS : (number + 1) * ROWS]
+    )
 
 
-def gradient_of(model: nn.Module, rows: Rows, key: tuple[int, int]) -> Tensor:
+def gradient_of(model: nn.Module, rows: PracticeRows, key: tuple[int, int]) -> Tensor:
     """(D,) fp32: one real forward and backward pass; ``key`` decides what dropout drops."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key[0] * 1_000_003 + key[1])

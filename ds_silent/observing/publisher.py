@@ -23,6 +23,7 @@ from ds_silent.exchange.observation import Gathered, Wishes, on_all, on_any
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.measure.record import Context
 from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.tracer import Tracer
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.records import Seconds
@@ -40,8 +41,16 @@ class Publisher:
         shuffles: whether each epoch has an order of its own; None likewise.
     """
 
-    def __init__(self, capture: StepCapture, recorder: Recorder, replicas: ReplicaChecks, responder: Responder):
+    def __init__(
+        self,
+        capture: StepCapture,
+        recorder: Recorder,
+        replicas: ReplicaChecks,
+        responder: Responder,
+        tracer: Tracer | None,
+    ):
         self.recorder, self._capture, self._replicas, self._responder = recorder, capture, replicas, responder
+        self._tracer = tracer
         self.rows_in_epoch: int | None = None
         self.shuffles: bool | None = None
         self._model = model_of(capture)
@@ -66,6 +75,8 @@ class Publisher:
 
     def _context(self, seconds: Seconds) -> Context:
         capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
+        if self._tracer is not None:
+            self._tracer.begin()
         objective = capture.settings.objective
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
@@ -87,6 +98,8 @@ class Publisher:
             objective.items is None and objective.is_undivided(capture.framework.micro_batches),
             objective.counted_beside(capture.shape.ranks),
             capture.framework.micro_batches,
+            capture.moments.plan.traces,
+            () if capture.traced is None else capture.traced.rates,
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------
@@ -205,5 +218,6 @@ def make_publisher(
     monitored = home.sinks is not None and any(isinstance(sink, MonitorSink) for sink in home.sinks.sinks)
     beside = not (responds or monitored or model_of(capture) is not None)
     ranks_comparable = framework.ranks_comparable
-    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside)
-    return Publisher(capture, recorder, replicas, responder)
+    tracer = Tracer(capture, config, layout) if config.trace is not None and home.sinks is not None else None
+    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside, tracer)
+    return Publisher(capture, recorder, replicas, responder, tracer)

@@ -288,9 +288,11 @@ def _plan_of(config: SilentConsistencyConfig, lockstep: Lockstep, measures: bool
     step, direction = lockstep.scheduled, config.direction
     if not measures:
         return StepPlan(step, sends=lockstep.count == 0)  # a first is sent whatever the interval
-    due = direction.exact_interval > 0 and step // config.interval % direction.exact_interval == 0
+    measurement = step // config.interval
+    due = direction.exact_interval > 0 and measurement % direction.exact_interval == 0
     exact = direction.method == "exact" or (due and direction.method != "off")
-    return StepPlan(step, measures=True, exact=exact, sends=True)
+    traces = config.trace is not None and measurement % config.trace.interval == 0
+    return StepPlan(step, measures=True, exact=exact, sends=True, traces=traces)
 
 
 def _gather_micro_batches(capture: StepCapture, layout: Layout, collective: CollectiveCall) -> Tensor:

@@ -27,14 +27,14 @@ LAST_LAYER = f"layers.{2 * LAYERS - 1}"
 
 
 @dataclass(frozen=True)
-class Rows:
+class PracticeRows:
     """tokens and labels: (rows, LENGTH) int64; a label is its own token, IGNORED in the prompt and the padding."""
 
     tokens: Tensor
     labels: Tensor
 
 
-def make_rows(count: int, seed: int, preference: tuple[float, ...] = NEW) -> Rows:
+def make_rows(count: int, seed: int, preference: tuple[float, ...] = NEW) -> PracticeRows:
     """Make sentences of differing length in one of several dialects, each a Markov chain with preferred successors.
 
     The drill's rows prefer other successors than those of the warm-up, as the data of a fine-tune differ from what the
@@ -55,7 +55,7 @@ def make_rows(count: int, seed: int, preference: tuple[float, ...] = NEW) -> Row
     place = torch.arange(LENGTH)
     tokens[place >= length[:, None]] = 0
     labels = tokens.masked_fill((place < PROMPT) | (place >= length[:, None]), IGNORED)
-    return Rows(tokens, labels)
+    return PracticeRows(tokens, labels)
 
 
 class PracticeModel(nn.Module):

@@ -11,6 +11,7 @@ from ds_silent.sinks.base import FanOut, Sink, SinkError
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
 from ds_silent.sinks.run_directory import FactsSink
+from ds_silent.sinks.trace_file import TraceSink
 from ds_silent.sinks.worker import Background
 
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]
@@ -27,7 +28,7 @@ def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | N
     """
     opened: list[Sink] = []
     try:
-        opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink)]
+        opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink, TraceSink)]
         if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ds_silent.drill.run_trial import Start
 from ds_silent.drill.setting import DrillSetting, make_setting
-from ds_silent.practice.model import PracticeModel, Rows, make_rows
+from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows
 
 QUIET = {"detectors": {"enabled": False}, "coverage": False, "preflight": False}
 
@@ -24,5 +24,5 @@ def cold(setting: DrillSetting) -> Start:
     """Without the warm-up: what an injection does to a gradient does not depend on it."""
     torch.manual_seed(7)
     weights = {name: value.clone() for name, value in PracticeModel().state_dict().items()}
-    rows: Rows = make_rows(16 * setting.micro_batch * setting.accumulation * setting.ranks, seed=1)
+    rows: PracticeRows = make_rows(16 * setting.micro_batch * setting.accumulation * setting.ranks, seed=1)
     return Start(setting, rows, weights)

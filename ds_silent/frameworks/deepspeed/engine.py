@@ -24,7 +24,7 @@ from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import Framework, GatheredPiece, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
 from ds_silent.frameworks.deepspeed.engine_settings import settings_of
-from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of
+from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of, shards_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
     KeptGradients,
@@ -49,6 +49,7 @@ from ds_silent.frameworks.deepspeed.state import (
     replicated_parameters,
     replicated_state,
     shape_of,
+    whole_shape,
 )
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic
@@ -161,9 +162,9 @@ class DeepSpeedFramework(Framework):
         super().__init__(engine.module, named, training_group, device=torch.device(engine.device))
         self._engine, self._shape, self.came_with = engine, shape_of(engine), came_with
         self.words = WORDS if self._shape.meshed is None else OF_A_MESH
-        self.ranks_comparable = self._shape.alike
-        self.forwards_alone = self._shape.plain and engine.zero_optimization_stage() < 3
-        self.numels = [numel_of(p) for p in self.parameters]
+        self.ranks_comparable, self.weights_sharded = self._shape.alike, engine.zero_optimization_stage() == 3
+        self.forwards_alone = self._shape.plain and not self.weights_sharded
+        self.numels, self.shapes = [numel_of(p) for p in self.parameters], [whole_shape(p) for p in self.parameters]
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
         self.counts = EngineCounts(engine, dist.get_world_size(self.group), self._shape.sequence)
@@ -173,11 +174,11 @@ class DeepSpeedFramework(Framework):
         self.overlaps_backward = bool(engine.zero_overlap_comm()) and engine.zero_optimization_stage() > 0
         self._pipeline = is_pipeline(engine)  # looked at once per step, so that nothing is known of each micro-batch
         if self._pipeline:
-            self.micro_batch_rows, self.micro_batches = self.micro_batch_rows * self.micro_batches, 1
+            self.micro_batches, self.micro_batches_at_once = 1, self.micro_batches
+            self.micro_batch_rows *= self.micro_batches_at_once
         writes = dist.get_rank(self.group) == 0
         self._losses = Losses(engine, self.micro_batches, writes)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
-
         self._share = share_of(engine, self.parameters, self._shape)
         self._accumulated = accumulated_gradients(engine, self.parameters)
         self._ordered: OrderedReduction | None = None
@@ -190,7 +191,6 @@ class DeepSpeedFramework(Framework):
         self.hook_sees_full_gradient = self._ordered is None and not self._pipeline
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
-
         checks = config.integrity.aggregation and config.direction.method != "off"
         clips = self.clip > 0.0 and self._shape.is_part
         # what is applied is not observed where the model's norm is that of several groups
@@ -261,6 +261,9 @@ class DeepSpeedFramework(Framework):
 
     def copies(self) -> list[WeightCopy]:
         return masters_of(self._engine)
+
+    def weights(self) -> Iterator[Part]:
+        return shards_of(self.parameters, self.group) if self.weights_sharded else super().weights()
 
     def gathered(self) -> list[GatheredPiece]:
         return gathered_by(self._engine)

@@ -2,6 +2,7 @@
 
     masters_of(engine)      # [(name, weights, masters)]: flat, of the same elements, as they are now
     gathered_by(engine)     # of each parameter, in its module's forward: what was gathered, and this rank's shard
+    shards_of(parameters, group)    # [(parameter, first element, values)]: stage 3's, of this rank
 
 Between two updates the weights are the rounded masters. What cannot be found for certain is left out: states that are
 swapped or were moved (``offload_states``), and pieces whose places speak of another order (``round_robin_gradients``).
@@ -9,14 +10,14 @@ swapped or were moved (``offload_states``), and pieces whose places speak of ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.framework import GatheredPiece, WeightCopy
+from ds_silent.framework import GatheredPiece, Part, WeightCopy
 
 
 def masters_of(engine: Any) -> list[WeightCopy]:
@@ -46,6 +47,23 @@ def gathered_by(engine: Any) -> list[GatheredPiece]:
         for name, parameter in module.named_parameters(recurse=False)
         if hasattr(parameter, "ds_tensor")
     ]
+
+
+def shards_of(parameters: Sequence[Any], among: dist.ProcessGroup) -> Iterator[Part]:
+    """Yield this rank's shards of stage 3's parameters, as far as they are in memory.
+
+    Args:
+        among: those who hold all of them, each perhaps several times: who shares them with the first of these answers.
+    """
+    first, places = dist.get_process_group_ranks(among)[0], dict[int, int | None]()
+    for index, parameter in enumerate(parameters):
+        shard, group = parameter.ds_tensor, parameter.ds_process_group
+        if id(group) not in places:
+            places[id(group)] = dist.get_rank(group) if first in dist.get_process_group_ranks(group) else None
+        place = places[id(group)]
+        if place is not None and str(getattr(shard, "status", "")).endswith(".AVAILABLE"):
+            start = int(shard.ds_numel) * place
+            yield index, start, shard.data.view(-1)[: max(0, parameter.ds_numel - start)]
 
 
 def _own_piece(parameter: Any) -> tuple[Tensor, Tensor] | None:

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ds_silent.config import BLOCK, LARGEST, ConfigError
+from ds_silent.config import BLOCK, ConfigError
+from ds_silent.config.fields import LARGEST
 from ds_silent.distributed.parts import listed
 from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS

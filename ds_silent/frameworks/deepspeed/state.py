@@ -320,7 +320,7 @@ def training_of(engine: Any, ds_config: Mapping[str, Any]) -> Training:
         scheduler=getattr(engine, "lr_scheduler", None),
         config=partial(config_items, ds_config),
         sharded=is_sharded,
-        shape=_whole_shape,
+        shape=whole_shape,
         packages=("deepspeed",),
         groups=partial(parameter_groups, engine.optimizer),
     )
@@ -341,5 +341,5 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_id") or expert_group(tensor) is not None
 
 
-def _whole_shape(parameter: Tensor) -> tuple[int, ...]:
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

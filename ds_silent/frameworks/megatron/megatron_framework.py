@@ -122,7 +122,8 @@ class MegatronFramework(Framework):
         named = list(zip(buffers.names, buffers.parameters, strict=True))
         super().__init__(module_of(chunks), named, chunks[0].dp_cp_group)
         self.counts.data_ranks = chunks[0].dp_group.size()
-        self.micro_batch_rows = rows * accumulation  # looked at once per step, so that nothing is known of each
+        # looked at once per step, so that nothing is known of each
+        self.micro_batch_rows, self.micro_batches_at_once = rows * accumulation, accumulation
         self.aggregate_replicated = not buffers.distributed and not buffers.experts
         self.clip = float(optimizer.config.clip_grad)
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"

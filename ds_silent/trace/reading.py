@@ -1,220 +1,28 @@
-"""``trace.jsonl``: what one training was at each step, in numbers that do not depend on how many ranks made it.
-
-    trace = read_trace("runs/my-run")        # a run's directory, or the file; TraceError: one sentence
-    trace.head.layers, trace.steps           # of the run that went on last; the numbers of its steps
-    step = trace.at(12)                      # read and decoded only now
-    step.loss, step.reduced.sketch, step.weights
-
-Lines of JSON: a :class:`Head`, then a :class:`Step` after the other, and one more head wherever the run started again.
-A step retires what was written before of the same and of later steps, as in ``metrics.jsonl``. Arrays are base64 of
-little-endian fp32. ``docs/trace.md`` says what each number means.
-"""
+"""Read a trace: find where each step stands, and decode one when it is asked for."""
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ds_silent.json_form import from_json, to_json
+from ds_silent.json_form import from_json
+from ds_silent.trace.form import NAME, SAMPLES, VERSION, Floats, Gradient, Head, Rows, Step, Used, Weighed
 
-NAME = "trace.jsonl"
-VERSION = 1
-SAMPLES = 16
-"""Elements of a tensor, at most, whose values a step holds."""
 LONGEST_LINE = 1 << 25
 """Bytes; what is longer is none of ours, and is not taken into memory."""
 MOST_STEP = 2**62
 
-Floats = npt.NDArray[np.float32]
-
 
 class TraceError(ValueError):
     """There is no trace to read; the message is one sentence."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer, as the records name it."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A trainable parameter: whole, whoever holds which part of it.
-
-    Attributes:
-        layer: its place in :attr:`Head.layers`.
-        samples: how many of its elements a step holds, at :func:`sampled`.
-        order: in which the module's first forward came to it; None where that is not known.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    layer: int
-    samples: int
-    order: int | None = None
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Head:
-    """What holds for all steps behind it.
-
-    Attributes:
-        precision: of the gradients as they are reduced.
-        rounding: relative bound of what one step's reduction loses; None where it is not known.
-        layer_size: numbers of one layer's sketch.
-        sketch_size: ``direction.sketch_size``, of which both sizes are folds: sketches of two trainings can be subtracted
-            where it is equal, and the tensors' shapes in their order are.
-        settings: by key ``{"value", "from"}``, as in ``run.json``.
-    """
-
-    interval: int
-    size: int
-    ranks: int
-    micro_batches: int
-    framework: str
-    precision: str
-    rounding: float | None
-    layer_size: int
-    layers: tuple[Layer, ...]
-    tensors: tuple[Tensor, ...]
-    sketch_size: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict, metadata={"json": False})
-    versions: Mapping[str, Any] = field(default_factory=dict, metadata={"json": False})
-
-    @property
-    def samples(self) -> int:
-        """Numbers of :attr:`Step.weights`."""
-        return sum(tensor.samples for tensor in self.tensors)
-
-    def part(self, index: int) -> slice:
-        """Where the samples of a tensor stand in :attr:`Step.weights`."""
-        begin = sum(tensor.samples for tensor in self.tensors[:index])
-        return slice(begin, begin + self.tensors[index].samples)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a step, whatever their order and whichever rank had them; ``by``: the script's ids, or content."""
-
-    count: int
-    hash: str
-    by: Literal["ids", "content"] = "content"
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """How much the step's labels count in its loss."""
-
-    labels: float
-    weight_sum: float
-    weight_min: float
-    weight_max: float
-
-
-@dataclass(frozen=True)
-class Used:
-    """What the optimizer used: ``factor`` times the reduced gradient, but for a relative error."""
-
-    factor: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient in a few numbers: fp32 arrays (size,), (layers,) and (layers, layer_size)."""
-
-    norm: float
-    sketch: Floats
-    layer_norms: Floats
-    layer_sketches: Floats
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step; None is what could not be known.
-
-    Attributes:
-        samples: rows consumed up to and with this step by all ranks.
-        losses: standard deviation of the loss over the ranks.
-        rates: of each parameter group.
-        local: of the mean over the ranks of what each rank accumulated, before the reduction.
-        reduced: of what the reduction made of it, before clipping.
-        weights: (head.samples,) fp32 values of the weights in use, before the step's update.
-        head: the one that it was written behind.
-    """
-
-    step: int
-    samples: int | None
-    rows: Rows | None
-    loss: float | None
-    losses: float | None
-    objective: Weighed | None
-    rates: tuple[float | None, ...]
-    applied: Used | None
-    local: Gradient | None = field(metadata={"json": False})
-    reduced: Gradient | None = field(metadata={"json": False})
-    weights: Floats | None = field(metadata={"json": False})
-    head: Head | None = field(default=None, metadata={"json": False}, repr=False)
-
-
-def sampled(numel: int, count: int) -> npt.NDArray[np.int64]:
-    """Return the places of the ``count`` elements of a tensor that a step holds, in its whole, row-major order."""
-    places = [(2 * index + 1) * numel // (2 * count) for index in range(count)]  # exact, however large the tensor
-    return np.array(places, dtype=np.int64)
-
-
-# -- Writing -----------------------------------------------------------------------------------------------------------
-
-
-def write_head(head: Head) -> str:
-    """Return the line of a head, without its newline."""
-    own = to_json(head)
-    return _line({"trace": VERSION, **own, "settings": to_json(head.settings), "versions": to_json(head.versions)})
-
-
-def write_step(step: Step) -> str:
-    """Return the line of a step, without its newline."""
-    gradients = {"local": _gradient_json(step.local), "reduced": _gradient_json(step.reduced)}
-    return _line({**to_json(step), **gradients, "weights": None if step.weights is None else encoded(step.weights)})
-
-
-def encoded(values: npt.NDArray[Any]) -> str:
-    """Return base64 of the values as little-endian fp32."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode("ascii")
-
-
-def _gradient_json(gradient: Gradient | None) -> dict[str, Any] | None:
-    if gradient is None:
-        return None
-    arrays = {name: encoded(getattr(gradient, name)) for name in _ARRAYS}
-    return {"norm": to_json(gradient.norm), **arrays}
-
-
-_ARRAYS = ("sketch", "layer_norms", "layer_sketches")
-
-
-def _line(value: dict[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-
-
-# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
