@@ -119,7 +119,7 @@ class _Comparer:
             if behind > AFTERWARDS:
                 break
         if case is None and (leaning := judge.bias()) is not None:
-            apart, _ = next(self._differences(judge))
+            apart = next(one for one, _ in self._differences(judge) if one.a.step == leaning.step)
             case = self._case(leaning, apart, "", True)
         return self._comparison(judge, case, last)
 
@@ -133,7 +133,7 @@ class _Comparer:
         a, b = self.traces
         following = [*self.steps.steps[1:], None]
         one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
-        begin = one
+        begin = one, other
         for number, after in enumerate(following):
             next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
             yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor), number
@@ -212,7 +212,7 @@ class _Followed:
             one, other = self._traces[0].at(here), self._traces[1].at(there)
             after = self._todo[0] if self._todo else None
             nexts = (None, None) if after is None else (self._traces[0].at(after[0]), self._traces[1].at(after[1]))
-            apart = differences(self.pairs, one, one, other, *nexts, self._factor)
+            apart = differences(self.pairs, (one, other), one, other, *nexts, self._factor)
             if apart.loss is not None:
                 envelope.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):

@@ -276,6 +276,9 @@ def _multiple(one: Array, other: Array) -> float | None:
 def _update(case: Case) -> tuple[str, float | None, str]:
     moved, places = case.apart.update, case.finding.places
     assert moved is not None
+    if case.finding.kind == "way":
+        far = f"by {case.finding.size:.0%} of the way since the first step"
+        return f"no single update shows it, but the weights have come apart {far}: {_names(case)}", None, "precision of what"
     still = [name for name, size in zip("AB", moved.size, strict=True) if not size[list(places)].any()]
     if len(still) == 1:
         return f"{still[0]} does not move these weights: {_names(case)}", None, ""

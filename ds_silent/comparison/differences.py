@@ -33,6 +33,8 @@ UNIT_ROUNDOFF = {
     "float16": 2.0**-11,
     "half": 2.0**-11,
 }
+UNSTABLE = 0.5
+"""Correlation of two updates below which nothing but rounding made them."""
 RATE_ERROR = 1e-6
 """Relative; rates are computed in fp64 or kept in fp32."""
 
@@ -69,6 +71,8 @@ class Moved:
         correlation: of the two updates.
         size: of A's and of B's, root mean square: (2, tensors).
         a, b: the updates, one array per tensor; ``weights``: A's before them, ``ends``: both after them.
+        way: as ``relative``, but of the whole way since the first step, and beyond twice the digits; 0 unless one of
+            the two goes less than a third as far: what nothing but rounding moves goes as far in any direction.
     """
 
     relative: Array
@@ -78,6 +82,7 @@ class Moved:
     b: list[Array]
     weights: list[Array]
     ends: tuple[list[Array], list[Array]]
+    way: Array
 
 
 @dataclass(frozen=True)
@@ -100,24 +105,24 @@ class Differences:
 
 
 def differences(
-    pairs: Pairs, begin: Step, a: Step, b: Step, next_a: Step | None, next_b: Step | None, loosely: float
+    pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Step | None, next_b: Step | None, loosely: float
 ) -> Differences:
     """Compare one pair of steps.
 
     Args:
-        begin: A's first step that both have.
+        begin: the first step that both have.
         next_a, next_b: the next steps that both have, for the update.
         loosely: relative error of norms that rounding explains by now, for the clip factor.
     """
     moved = None
     if next_a is not None and next_b is not None and _known(a.weights, b.weights, next_a.weights, next_b.weights):
-        moved = _moved(pairs, a, b, next_a, next_b)
+        moved = _moved(pairs, begin, a, b, next_a, next_b)
     return Differences(
         a,
         b,
         None if a.rows is None or b.rows is None or a.rows.by != b.rows.by else a.rows == b.rows,
         _weights(pairs, a, b) if _known(a.weights, b.weights) else None,
-        _strayed(pairs, begin, a, b) if _known(begin.weights, a.weights, b.weights) else 0.0,
+        _strayed(pairs, begin[0], a, b) if _known(begin[0].weights, a.weights, b.weights) else 0.0,
         None if a.loss is None or b.loss is None else relative(a.loss, b.loss),
         _apart(pairs, a.local, b.local),
         _apart(pairs, a.reduced, b.reduced),
@@ -250,8 +255,8 @@ def _applied(a: Step, b: Step, one: Used, other: Used, loosely: float) -> float:
     return 1.0 if same else other.factor / one.factor
 
 
-def _moved(pairs: Pairs, a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
-    ones, others, weights, off, alike, sizes = [], [], [], [], [], []
+def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
+    ones, others, weights, off, alike, sizes, ways = [], [], [], [], [], [], []
     ends: tuple[list[Array], list[Array]] = ([], [])
     for pair in pairs.tensors:
         before, after = a.weights[pair.here].astype(float), next_a.weights[pair.here].astype(float)  # type: ignore[index]
@@ -264,11 +269,19 @@ def _moved(pairs: Pairs, a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
         ends[1].append(end)
         size = (_rms(one), _rms(other))
         sizes.append(size)
-        off.append(_beyond_digits(pair, one, other, np.maximum(np.abs(after), np.abs(end)), max(size)))
-        product = size[0] * size[1] * max(1, len(one))
-        alike.append(float(one @ other) / product if product > 0.0 else (1.0 if size[0] == size[1] else 0.0))
+        largest = np.maximum(np.abs(after), np.abs(end))
+        off.append(_beyond_digits(pair, one, other, largest, max(size)))
+        origins = [step.weights for step in begin]
+        gone = [after, end] if origins[0] is None or origins[1] is None else [
+            after - origins[0][pair.here],
+            end - origins[1][pair.there],
+        ]
+        far = (_rms(gone[0]), _rms(gone[1]))
+        astray = _beyond_digits(pair, gone[0], gone[1], 2.0 * largest, max(far))
+        ways.append(astray if 3.0 * min(far) < max(far) else 0.0)
+        alike.append(_alike(one, other))
     size = np.array(sizes).reshape(-1, 2).T
-    return Moved(np.array(off), np.array(alike), size, ones, others, weights, ends)
+    return Moved(np.array(off), np.array(alike), size, ones, others, weights, ends, np.array(ways))
 
 
 def _beyond_digits(pair: TensorPair, one: Array, other: Array, largest: Array, size: float) -> float:
@@ -281,6 +294,16 @@ def _beyond_digits(pair: TensorPair, one: Array, other: Array, largest: Array, s
         return 0.0
     last_digit = 2.0 * max(map(unit_roundoff, pair.dtypes)) * largest
     return float(np.median(np.maximum(apart - last_digit, 0.0)) / size)
+
+
+def _alike(one: Array, other: Array) -> float:
+    product = _rms(one) * _rms(other) * max(1, len(one))
+    return float(one @ other) / product if product > 0.0 else float(np.array_equal(one, other))
+
+
+def unlike(one: float, other: float, correlation: float) -> bool:
+    """Whether two updates are as long, and each has a direction of its own: rounding alone makes such."""
+    return -0.9 < correlation < UNSTABLE and min(one, other) > 0.5 * max(one, other)
 
 
 def _rms(values: Array) -> float:

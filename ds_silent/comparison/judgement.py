@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff
+from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
 from ds_silent.comparison.pairing import Pairs
 from ds_silent.trace import Head
 
@@ -40,8 +40,9 @@ UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the me
 LOSS_SHARE = 0.3
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
 SAME_DIRECTION = 0.95  # cosine, of a gradient that is small and yet no rounding of zero
-UNSTABLE = 0.5  # correlation of two updates below which nothing but rounding made them
-LEAST_STEPS, LEANING = 12, 12.0  # of the test of a bias, and its t
+LEAST_STEPS, LEANING = 16, 12.0  # of the test of a bias, and its t
+ONE_SIDE = 0.98  # of the steps; trainings in bf16 with another number of ranks: up to 0.8
+HALF = 1e-4  # a unit roundoff above it is that of 16 bits
 FACTOR_BOUND = 1e-4  # of a clip factor
 
 
@@ -61,7 +62,7 @@ def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
     """Take the coarser of the two trainings' arithmetic; ``tolerance`` widens every bound to at least that."""
     u = max(max(map(unit_roundoff, _precisions(head))) for head in (a, b))
     stated = max(head.rounding or 0.0 for head in (a, b))
-    half = u > 1e-4
+    half = u > HALF
     gradient = max(4.0 * u, 2.0 * stated) if half else max(32.0 * u, 8.0 * stated)
     least = tolerance or 0.0
     return Bounds(
@@ -125,29 +126,46 @@ class Level:
         return self.median > SATURATED
 
 
-@dataclass
 class Series:
     """Numbers of one kind over the steps, for the test of a bias."""
 
-    values: list[Array] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._values: list[Array] = []
 
-    def leaning(self, least: float) -> tuple[int, float] | None:
-        """Return (which, mean) of the one that leans most, where one does at all."""
-        if len(self.values) < LEAST_STEPS:
+    def add(self, step: int, values: Array) -> None:
+        """Take in a step's; what cannot be known is no lean."""
+        self._steps.append(step)
+        self._values.append(np.where(np.isfinite(values), values, 0.0))
+
+    def leaning(self, least: float) -> tuple[int, float, int] | None:
+        """Return (which, mean, first step) of the number that leans most, where one does at all."""
+        if len(self._values) < LEAST_STEPS:
             return None
-        table = np.array(self.values)
-        half = len(table) // 2
-        with np.errstate(all="ignore"):
-            mean, error = table.mean(0), table.std(0, ddof=1) / math.sqrt(len(table))
-            early, late = table[:half].mean(0), table[half:].mean(0)
-            t = np.abs(mean) / np.maximum(error, 1e-300)
-            same = (early * late > 0.0) & (np.abs(early - late) < 0.5 * np.abs(mean))
-            one_side = (np.sign(table) == np.sign(mean)).mean(0) >= 0.95
-        found = np.flatnonzero((t > LEANING) & same & one_side & (np.abs(mean) > least) & np.isfinite(mean))
-        if not len(found):
-            return None
-        which = int(found[np.argmax(np.abs(mean[found]))])
-        return which, float(mean[which])
+        table = np.array(self._values)
+        found: tuple[int, float, int] | None = None
+        for which in np.flatnonzero(np.abs(np.median(table, 0)) > least):
+            begin = _begin(table[:, which])
+            tail = table[begin:, which]
+            mean, half = float(tail.mean()), len(tail) // 2
+            error = max(float(tail.std(ddof=1)) / math.sqrt(len(tail)), 1e-300)
+            halves = tail[:half].mean(), tail[half:].mean()
+            one_side = float((np.sign(tail) == np.sign(mean)).mean())
+            leans = abs(mean) > max(least, LEANING * error) and one_side >= ONE_SIDE
+            if leans and abs(halves[0] - halves[1]) < 0.5 * abs(mean) and (found is None or abs(mean) > abs(found[1])):
+                found = int(which), mean, self._steps[begin]
+        return found
+
+
+def _begin(values: Array) -> int:
+    """Where the values begin to lean: the tail whose mean is most above its error."""
+    count = len(values)
+    sums, squares = np.cumsum(values[::-1])[::-1], np.cumsum(values[::-1] ** 2)[::-1]
+    left = np.arange(count, 0, -1)
+    mean = sums / left
+    spread = np.maximum(squares / left - mean**2, 1e-300)
+    t = np.abs(mean) * np.sqrt(left / spread)
+    return int(np.argmax(t[: max(1, count - LEAST_STEPS + 1)]))
 
 
 @dataclass(frozen=True)
@@ -169,6 +187,7 @@ class Finding:
     kind: str = ""
     culprit: str = ""
     factor: float | None = None
+    step: int | None = None  # of A, for a bias: where it begins
 
 
 @dataclass
@@ -246,23 +265,25 @@ class Judge:
             level = self.levels.get(link)
             if level is None or level.saturated:
                 continue
-            least = 0.1 * self.bounds.precision
+            u = self.bounds.precision
+            least = 0.25 * u if u > HALF else 8.0 * u
             leaning = series.leaning(least)
             if leaning is not None:
-                which, mean = leaning
+                which, mean, step = leaning
                 places = () if link == "loss" else (which,)
-                return Finding(link, places, abs(mean), least, "bias", factor=math.exp(mean))
+                return Finding(link, places, abs(mean), least, "bias", factor=math.exp(mean), step=step)
         return None
 
     def _learn(self, apart: Differences) -> None:
         if apart.loss is not None:
             self.levels["loss"].learn(np.array([apart.loss]))
-            self._lean("loss", np.array([_log(apart.b.loss, apart.a.loss)]))
+            self._lean("loss", apart.a.step, np.array([_log(apart.b.loss, apart.a.loss)]))
         for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
             if gradient is not None:
-                self.levels[link].learn(np.where(_noise(gradient, self.bounds), 0.0, gradient.relative))
+                noise = _noise(gradient, self.bounds)
+                self.levels[link].learn(np.where(noise, 0.0, gradient.relative))
                 with np.errstate(all="ignore"):
-                    self._lean(link, np.log(gradient.ratio))
+                    self._lean(link, apart.a.step, np.where(noise, 0.0, np.log(gradient.ratio)))
         if apart.wrong is not None:
             self._own = max(self._own, _largest(apart.wrong[0]), _largest(apart.wrong[1]))
         if apart.error is not None:
@@ -272,9 +293,9 @@ class Judge:
             values[list(self.unstable)] = 0.0
             self.levels["update"].learn(values)
 
-    def _lean(self, link: str, values: Array) -> None:
+    def _lean(self, link: str, step: int, values: Array) -> None:
         if not self.levels[link].saturated:
-            self._series[link].values.append(values)
+            self._series[link].add(step, values)
 
     def _note(self, link: str, size: float, allowed: float) -> None:
         summary = self.summaries.setdefault(link, Summary())
@@ -367,7 +388,19 @@ class Judge:
         if level.steps < EARLY_STEPS:
             self.unstable |= set(map(int, np.flatnonzero((values > allowed) & _unstable(moved))))
         values[list(self.unstable)] = 0.0
-        return self._finding("update", values, allowed)
+        found = self._finding("update", values, allowed)
+        return found if found is not None or self.parted else self._way(moved)
+
+    def _way(self, moved: Moved) -> Finding | None:
+        """What no single update shows, because the weights in use have too few digits for it."""
+        values = moved.way.copy()
+        values[list(self.unstable)] = 0.0
+        middle = float(np.median(np.nan_to_num(values)))
+        places = np.flatnonzero(values > max(LARGE, APART_FROM_OTHERS * middle))
+        if not len(places):
+            return None
+        self._found = True
+        return Finding("update", tuple(map(int, places)), float(values[places].max()), LARGE, "way")
 
     def _rates(self, apart: Differences) -> Finding | None:
         if apart.rates is None:
@@ -427,8 +460,8 @@ def _noise(gradient: Apart, bounds: Bounds) -> Array:
 
 def _unstable(moved: Moved) -> Array:
     """Tensors that move as far in both trainings, and each in a direction of its own."""
-    low, high = moved.size.min(0), moved.size.max(0)
-    return (moved.correlation < UNSTABLE) & (moved.correlation > -0.9) & (low > 0.5 * high)
+    pairs = zip(*moved.size, moved.correlation, strict=True)
+    return np.array([unlike(*one) for one in pairs], dtype=bool)
 
 
 def _largest(values: Array) -> float:
