@@ -232,10 +232,10 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
 
     Later ones are not the backward's: the script asks ``torch.autograd.grad`` of a graph that it has retained.
     """
-    if term.flowed:
-        return
-    term.flowed = True
     try:
+        if term.flowed:
+            return
+        term.flowed = True
         gradient = gradients[0]
         if type(gradient) is not Tensor:
             one.known = False

@@ -24,8 +24,8 @@ SAMPLES = 16
 """Elements of a tensor, at most, whose values a step holds."""
 TOGETHER = 4096
 """Of all tensors, while these are fewer; and half as many numbers in all layers' sketches of a gradient."""
-LAYER_SIZES = (16, 64)
-"""Numbers of a layer's sketch: a power of two within these."""
+LARGEST_LAYER = 64
+"""Numbers of a layer's sketch, at most."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -182,16 +182,15 @@ def sample_counts(numels: Sequence[int]) -> list[int]:
 
 
 def layer_size(layers: int) -> int:
-    """Return the numbers of one layer's sketch, for so many layers."""
-    low, high = LAYER_SIZES
-    share = TOGETHER // 2 // max(1, layers)
-    return min(high, max(low, 1 << share.bit_length() - 1 if share else low))
+    """Return the numbers of one layer's sketch, a power of two, for so many layers."""
+    share = max(1, TOGETHER // 2 // max(1, layers))
+    return min(LARGEST_LAYER, 1 << share.bit_length() - 1)
 
 
 def line_bytes(size: int, layers: int, samples: int) -> int:
     """Return about how long a step's line is."""
     arrays = (size, layers, layers * layer_size(layers))
-    return 600 + sum(4 * -(-4 * count // 3) for count in (*arrays, *arrays, samples))
+    return 700 + sum(4 * -(-4 * count // 3) for count in (*arrays, *arrays, samples))
 
 
 def sampled(numel: int, count: int) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_silent.capture.row_hashes import batch_tensors, row_hashes
-from ds_silent.exchange.row_ids import pack_ids, unpack_ids
+from ds_silent.exchange.row_ids import ROW_NUMBERS, all_rows, hash_rows, pack_ids, unpack_ids
 from tests.support.distributed import run_distributed
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63), 2**22, 2**22 - 1, 2**44, 2**44 - 1, -(2**22), 0x123456789ABCDEF]
@@ -125,3 +125,38 @@ def test_tensors_are_found_in_a_fixed_order() -> None:
     assert batch_tensors(([a, {"attention_mask": mask}], 3, None), {})[1] is mask
     with pytest.raises(ValueError, match="dimension of rows"):
         row_hashes([torch.tensor(1.0)])
+
+
+# -- all rows in one number --------------------------------------------------------------------------------------------
+
+
+def together(*ranks: list[list[int]], told: bool = True) -> tuple[int, str, bool] | None:
+    device = torch.device("cpu")
+    return all_rows(torch.stack([hash_rows([torch.tensor(one) for one in own], told, device) for own in ranks]))
+
+
+def test_rows_have_one_hash_whoever_has_which_in_whatever_order() -> None:
+    ids = torch.randint(-(2**63), 2**63 - 1, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = together([ids])
+    assert whole is not None
+    assert (whole[0], len(whole[1]), whole[2]) == (24, 16, True)
+    assert together([ids[:8], ids[8:]], [], [[]]) == whole
+    assert together([ids[5:1:-1]], [ids[12:], ids[6:12]], [ids[:2]]) == whole
+    other = together([[ids[0] ^ 1, *ids[1:]]])
+    twice = together([[*ids, ids[0]]])
+    assert other is not None
+    assert twice is not None
+    assert other[1] != whole[1]
+    assert (twice[0], twice[1] != whole[1]) == (25, True)
+
+
+def test_the_hash_is_not_known_where_ranks_know_rows_by_different_things_or_have_none() -> None:
+    device = torch.device("cpu")
+    by_id, by_content = (hash_rows([torch.tensor([1, 2])], told, device) for told in (True, False))
+    assert all_rows(torch.stack([by_id, by_content])) is None
+    assert all_rows(torch.zeros(3, ROW_NUMBERS)) is None
+    assert all_rows(torch.zeros(3, 0)) is None
+    assert all_rows(torch.stack([by_id, torch.full((ROW_NUMBERS,), float("nan"))])) is None
+    content = all_rows(torch.stack([by_content, torch.zeros(ROW_NUMBERS)]))
+    assert content is not None
+    assert content[2] is False

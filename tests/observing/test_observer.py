@@ -30,6 +30,8 @@ from tests.support.ddp_training import build as build_ddp
 from tests.support.distributed import run_distributed
 from tests.support.interpreter import interpreter
 from tests.support.made_records import Run
+from tests.support.traced_training import Cell
+from tests.support.traced_training import train as train_traced
 from tests.support.training import ROWS, Case, Probe, Trace, build, one_step, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,6 +220,9 @@ def observe_everything(directory: str) -> list[Call]:
     for limit in (64, 1):
         for case in (Case(method="exact"), Case(stage=2, per_layer=limit == 64, exact_interval=2)):
             train(case, Path(directory) / f"{limit}{case.stage}", 3, enabled=True, gather_limit=limit)
+        train_traced(
+            Cell("zero3", limit=limit), f"{directory}/traced {limit}"
+        )  # its weights are in what is exchanged anyway
         engine = build(Case(), Path(directory) / f"drift-{limit}", gather_limit=limit)
         before = len(seen)
         for step in range(1, 8):

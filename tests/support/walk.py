@@ -57,10 +57,10 @@ class Cell:
 
 CELLS = {
     "gathered": Cell(Case(accumulation=2), {"direction": {"per_layer": True}}),
-    "constant size": Cell(Case(stage=1, dtype="bf16"), {"direction": {"exact_interval": 2}}, limit=1),
+    "constant size": Cell(Case(stage=1, dtype="bf16"), {"direction": {"exact_interval": 2}, "trace": {}}, limit=1),
     "in blocks": Cell(Case(stage=1), {"direction": {"exact_interval": 2}}, limit=0),
     "copied": Cell(Case(stage=2, accumulation=2), {"direction": {"method": "exact"}}),
-    "partitioned": Cell(Case(stage=3), {"interval": 2, "tensorboard": True}),
+    "partitioned": Cell(Case(stage=3), {"interval": 2, "tensorboard": True, "trace": {}}),
     "retry": Cell(Case(), {"direction": {"method": "exact"}, "respond": {"on_aggregation_error": "retry"}}),
     "apart": Cell(Case(stage=1, clipping=0.1), apart=True),
     "dropped": Cell(Case(accumulation=2), dropped=True),
