@@ -104,11 +104,11 @@ class _Comparer:
         case: Case | None = None
         different, behind, last = False, 0, self.steps.steps[0][0]
         before: Step | None = None
-        for apart, number in self._differences(judge):
+        for apart, after, number in _with_next(self._differences()):
             if followed is not None:
                 followed.until(apart.a.step)
             loaded = self._loaded(before, apart)
-            findings = judge.step(apart, number == 0, bool(loaded))
+            findings = judge.step(apart, number == 0, bool(loaded), after)
             self.compared, last, before = self.compared + 1, apart.a.step, apart.a
             different = different or not _equal(apart)
             if not different:
@@ -119,7 +119,7 @@ class _Comparer:
             if behind > AFTERWARDS:
                 break
         if case is None and (leaning := judge.bias()) is not None:
-            apart = next(one for one, _ in self._differences(judge) if one.a.step == leaning.step)
+            apart = next(one for one in self._differences() if one.a.step == leaning.step)
             case = self._case(leaning, apart, "", True)
         return self._comparison(judge, case, last)
 
@@ -128,15 +128,15 @@ class _Comparer:
             finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first
         )
 
-    def _differences(self, judge: Judge) -> Iterator[tuple[Differences, int]]:
-        """Yield each pair of steps with its place."""
+    def _differences(self) -> Iterator[Differences]:
+        """Yield each pair of steps."""
         a, b = self.traces
         following = [*self.steps.steps[1:], None]
         one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
         begin = one, other
-        for number, after in enumerate(following):
+        for after in following:
             next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
-            yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor), number
+            yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor)
             if next_a is None or next_b is None:
                 return
             one, other = next_a, next_b
@@ -180,6 +180,9 @@ class _Comparer:
         missing = [name for name in LINKS[1:] if name not in judge.summaries]
         if missing:
             yield f"{', '.join(missing)}: not in both traces"
+        if judge.tipped:
+            steps = ", ".join(map(str, judge.tipped[:5]))
+            yield f"step {steps}: a small difference that was gone at the next, as a choice tipped by rounding makes"
         if judge.unstable:
             names = [self.pairs.tensors[place].name for place in sorted(judge.unstable)]
             yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
@@ -221,6 +224,18 @@ class _Followed:
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
                 envelope.learn("update", np.append(moved, np.median(moved))[self._tensors])
+
+
+def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Differences | None, int]]:
+    """Yield each with the one behind it, and its place."""
+    before: Differences | None = None
+    number = -1
+    for number, one in enumerate(found):
+        if before is not None:
+            yield before, one, number - 1
+        before = one
+    if before is not None:
+        yield before, None, number
 
 
 def _head(step: Step):  # type: ignore[no-untyped-def]

@@ -9,8 +9,11 @@ coarser unit roundoff, which the head of each trace states. An update carries it
 grow apart, each step by about the same factor. So the difference of a step is held against the largest one before it,
 times a factor: five times the largest growth of one step that this very pair has shown, between ``LEAST_GROWTH`` and
 ``MOST_GROWTH``. A layer may always differ as much as the median layer has. Above ``SATURATED`` two trainings of the same
-kind are as far apart as two seeds, and gradients are no longer judged; rows, rates, the clip factor and each
-training's own reduction still are.
+kind are as far apart as two seeds, and gradients are no longer judged, nor where both losses explode; rows, rates, the
+clip factor and each training's own reduction still are.
+
+Rounding can also tip a choice: a ReLU whose input is 0 but for rounding, a router between two experts. What differs then
+is small, no multiple, and gone at the next step; such a step is named, and is no parting.
 
 With a repetition of A, what A and its repetition differ by takes the place of that growth.
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +39,8 @@ FIRST_MARGIN = 3.0  # over the bound, at the first step
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
 LARGE, SATURATED = 0.3, 0.3
+TIPPED = 0.05  # of the gradient of a layer, that a choice tipped by rounding may be
+DIVERGED = 10.0  # a loss over that of the first step
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
 LOSS_SHARE = 0.3
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
@@ -208,6 +213,7 @@ class Judge:
         summaries: of every link.
         blind: the first step at which gradients were no longer judged.
         unstable: tensors whose update is nothing but rounding.
+        tipped: steps at which a small difference came, and was gone at the next.
     """
 
     def __init__(self, bounds: Bounds, pairs: Pairs, envelope: Envelope | None = None):
@@ -222,20 +228,25 @@ class Judge:
         self.summaries: dict[str, Summary] = {}
         self.blind: int | None = None
         self.unstable: set[int] = set()
+        self.tipped: list[int] = []
         self.parted = self._found = False  # the second: within this step
         self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
+        self._start = 0.0  # the loss of the first step
         self._own = 0.0  # the largest distance of a reduced gradient from its own local ones so far
         self._error = 0.0
         self._series = {name: Series() for name in ("loss", "local", "reduced")}
 
-    def step(self, apart: Differences, first: bool, loaded: bool) -> list[Finding]:
+    def step(self, apart: Differences, first: bool, loaded: bool, after: Differences | None) -> list[Finding]:
         """Return what parts at this step, in the order of the chain; nothing is learnt of a step that does.
 
         Args:
             first: it is the first that both have.
             loaded: one of the two went on from a checkpoint right before it.
+            after: the next step.
         """
-        self._found = self.parted
+        self._found, before = self.parted, {name: replace(one) for name, one in self.summaries.items()}
+        if self.blind is None and self._diverges(apart):
+            self.blind = apart.a.step
         found = [
             self._rows(apart),
             self._weights(apart, first) if first or loaded else None,
@@ -249,6 +260,10 @@ class Judge:
         findings = [one for one in found if one is not None]
         if [one.link for one in findings[:2]] == ["update", "rates"]:
             findings = findings[1:]  # it follows from the rate
+        if findings and not self.parted and self._tipped(findings[0], apart, after):
+            self.summaries = before
+            self.tipped.append(apart.a.step)
+            return []
         for one in findings:
             summary = self.summaries[one.link]
             summary.parted = apart.a.step if summary.parted is None else summary.parted
@@ -258,6 +273,25 @@ class Judge:
         if self.levels["local"].saturated or self.levels["reduced"].saturated:
             self.blind = self.blind or apart.a.step + 1
         return findings
+
+    def _tipped(self, finding: Finding, apart: Differences, after: Differences | None) -> bool:
+        """Whether rounding has tipped a choice (a ReLU at 0, a router): small, no multiple, and gone at the next step."""
+        if finding.link not in ("loss", "local") or apart.local is None or after is None or after.local is None:
+            return False
+        size, multiples = _most(apart.local, self.bounds), np.abs(apart.local.cosine)
+        worst = int(np.argmax(np.nan_to_num(apart.local.relative)))
+        turned = 1.0 - multiples[worst] ** 2 > 0.25 * size**2
+        small = size < TIPPED and (finding.link == "local" or finding.size < TIPPED / 5.0)
+        gone = _most(after.local, self.bounds) < 0.2 * size
+        return bool(small and turned and gone)
+
+    def _diverges(self, apart: Differences) -> bool:
+        """Whether both trainings are lost: a loss that explodes lets any difference explode with it."""
+        losses = [abs(one) for one in (apart.a.loss, apart.b.loss) if one is not None]
+        if len(losses) < 2:
+            return False
+        self._start = self._start or min(losses)
+        return not min(losses) <= DIVERGED * self._start
 
     def bias(self) -> Finding | None:
         """Return what leans to one side over all steps that agree, the first link of the chain."""
@@ -456,6 +490,10 @@ def _noise(gradient: Apart, bounds: Bounds) -> Array:
     with np.errstate(all="ignore"):
         small = gradient.share * np.fmax(1.0, gradient.ratio) <= 0.25 * bounds.gradient
         return small & ~(gradient.cosine > SAME_DIRECTION)
+
+
+def _most(gradient: Apart, bounds: Bounds) -> float:
+    return _largest(np.where(_noise(gradient, bounds), 0.0, gradient.relative))
 
 
 def _unstable(moved: Moved) -> Array:
