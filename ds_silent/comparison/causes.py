@@ -361,7 +361,9 @@ def _times(factor: float) -> str:
 
 
 def _named(factor: float, case: Case) -> str:
-    return _ratio_name(factor, case) or ""
+    """What the factor counts; where the labels' weights say it themselves, no other guess than accumulation."""
+    found = _ratio_name(factor, case) or ""
+    return found if "micro-batches" in found or not _objective(case) else ""
 
 
 def _ratio_name(factor: float, case: Case) -> str | None:
