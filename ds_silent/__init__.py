@@ -40,6 +40,7 @@ __all__ = [
     "attach",
     "attach_ddp",
     "attach_megatron",
+    "compare",
     "fingerprint",
     "initialize",
     "observe",

@@ -41,7 +41,7 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
     try:
         if not 2 <= len(given) <= 3:
             raise ComparisonError(_how_many(len(given), golden is not None))
-        found = compare(*given, tolerance=options.tolerance, names=options.names)  # type: ignore[misc]
+        found = compare(*given, tolerance=options.tolerance, names=options.names)
         if options.json_path is not None:
             write_json(found, options.json_path)
         if options.junit_path is not None:
@@ -56,7 +56,9 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
 
 def _how_many(count: int, golden: bool) -> str:
     if golden:
-        return f"--golden takes the place of A; name B, and perhaps a repetition of the golden run, got {count - 1} runs"
+        return (
+            f"--golden takes the place of A; name B, and perhaps a repetition of the golden run, got {count - 1} runs"
+        )
     return f"compare takes two runs, A and B, and perhaps a repetition of A, got {count}"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,12 @@ import numpy as np
 from ds_silent.comparison.causes import Case, Explanation, explain
 from ds_silent.comparison.defaults import setting_differences, version_differences
 from ds_silent.comparison.differences import LINKS, Differences, differences
-from ds_silent.comparison.judgement import Bounds, Envelope, Finding, Judge, bounds_of
-from ds_silent.comparison.pairing import ComparisonError, Pairs, pair_steps, pair_tensors
+from ds_silent.comparison.judgement import Finding, Judge
+from ds_silent.comparison.levels import Envelope, bounds_of
+from ds_silent.comparison.matching import ComparisonError
+from ds_silent.comparison.pairing import pair_steps, pair_tensors
 from ds_silent.comparison.result import Comparison, LinkResult
-from ds_silent.trace import Step, Trace, TraceError, read_trace
+from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
 __all__ = ["Comparison", "ComparisonError", "TraceError", "compare"]
 
@@ -89,9 +91,9 @@ class _Comparer:
     ):
         self.traces, self.third = traces, third
         self.steps = pair_steps(*traces)
-        self.heads = tuple(_head(trace.at(step)) for trace, step in zip(traces, self.steps.steps[0], strict=True))
-        first = [trace.at(step).weights for trace, step in zip(traces, self.steps.steps[0], strict=True)]
-        self.pairs = pair_tensors(*self.heads, *first, names)
+        one, other = traces[0].at(self.steps.steps[0][0]), traces[1].at(self.steps.steps[0][1])
+        self.heads = _head(one), _head(other)
+        self.pairs = pair_tensors(*self.heads, one.weights, other.weights, names)
         self.bounds = bounds_of(*self.heads, tolerance)
         self.settings = setting_differences(*self.heads)
         self.equal_until: int | None = None
@@ -124,9 +126,7 @@ class _Comparer:
         return self._comparison(judge, case, last)
 
     def _case(self, finding: Finding, apart: Differences, loaded: str, first: bool) -> Case:
-        return Case(
-            finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first
-        )
+        return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
 
     def _differences(self) -> Iterator[Differences]:
         """Yield each pair of steps."""
@@ -195,9 +195,8 @@ class _Followed:
         assert comparer.third is not None
         traces = comparer.traces[0], comparer.third
         steps = pair_steps(*traces)
-        heads = [_head(trace.at(step)) for trace, step in zip(traces, steps.steps[0], strict=True)]
-        first = [trace.at(step).weights for trace, step in zip(traces, steps.steps[0], strict=True)]
-        self.pairs = pair_tensors(heads[0], heads[1], first[0], first[1], {})
+        one, other = traces[0].at(steps.steps[0][0]), traces[1].at(steps.steps[0][1])
+        self.pairs = pair_tensors(_head(one), _head(other), one.weights, other.weights, {})
         self._judge, self._todo, self._traces = judge, list(steps.steps), traces
         layers = {one.a: place for place, one in enumerate(self.pairs.layers)}
         tensors = {one.name: place for place, one in enumerate(self.pairs.tensors)}
@@ -214,8 +213,9 @@ class _Followed:
             here, there = self._todo.pop(0)
             one, other = self._traces[0].at(here), self._traces[1].at(there)
             after = self._todo[0] if self._todo else None
-            nexts = (None, None) if after is None else (self._traces[0].at(after[0]), self._traces[1].at(after[1]))
-            apart = differences(self.pairs, (one, other), one, other, *nexts, self._factor)
+            next_a = None if after is None else self._traces[0].at(after[0])
+            next_b = None if after is None else self._traces[1].at(after[1])
+            apart = differences(self.pairs, (one, other), one, other, next_a, next_b, self._factor)
             if apart.loss is not None:
                 envelope.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
@@ -238,7 +238,7 @@ def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Diff
         yield before, None, number
 
 
-def _head(step: Step):  # type: ignore[no-untyped-def]
+def _head(step: Step) -> Head:
     assert step.head is not None
     return step.head
 

@@ -9,21 +9,32 @@ Every sentence says what was measured; what it comes from is named only where a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
 from ds_silent.comparison.defaults import SettingDifference, explaining
-from ds_silent.comparison.differences import Apart, Array, Differences, relative
-from ds_silent.comparison.judgement import Bounds, Finding
-from ds_silent.comparison.pairing import Pairs, coarse
+from ds_silent.comparison.differences import Array, Differences, relative
+from ds_silent.comparison.factors import (
+    SIMPLE,
+    common_factor,
+    counts_of,
+    layer_factor,
+    multiple_of,
+    ratio_name,
+    shared_factor,
+    times,
+)
+from ds_silent.comparison.judgement import Finding
+from ds_silent.comparison.levels import Bounds
+from ds_silent.comparison.matching import coarse
+from ds_silent.comparison.pairing import Pairs
 from ds_silent.trace import Head, Rows, Trace
 
+Said = tuple[str, float | None, str]
+"""The sentence, the factor, and a part of the name of the setting that would explain it best."""
 LOOKED_AROUND = 32  # steps, for the rows of this one
-SIMPLE = 1e-3  # relative, of a factor that is a simple ratio
-MULTIPLE = 0.02  # of the length, beside a multiple: the rest
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Explanation:
 
 def explain(case: Case) -> Explanation:
     """Say what parted, with the setting that explains it."""
-    asked: dict[str, Callable[[Case], tuple[str, float | None, str]]] = {
+    asked: dict[str, Callable[[Case], Said]] = {
         "rows": _rows,
         "weights": _weights,
         "loss": _loss,
@@ -84,7 +95,7 @@ def _layers(case: Case) -> tuple[str, ...]:
 # -- rows and weights --------------------------------------------------------------------------------------------------
 
 
-def _rows(case: Case) -> tuple[str, float | None, str]:
+def _rows(case: Case) -> Said:
     one, other = case.apart.a.rows, case.apart.b.rows
     assert one is not None
     assert other is not None
@@ -94,7 +105,11 @@ def _rows(case: Case) -> tuple[str, float | None, str]:
     for here, wanted, names in ((0, other, "BA"), (1, one, "AB")):
         at = (case.apart.a, case.apart.b)[here].step
         if (found := _step_with(case.traces[here], wanted, at)) is not None:
-            return f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}: the order is shifted", None, ""
+            return (
+                f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}: the order is shifted",
+                None,
+                "",
+            )
     later = [case.traces[side].steps for side in (0, 1)]
     agree = [
         case.traces[0].at(n).rows == case.traces[1].at(n).rows
@@ -113,7 +128,7 @@ def _step_with(trace: Trace, rows: Rows, near: int) -> int | None:
     return None
 
 
-def _weights(case: Case) -> tuple[str, float | None, str]:
+def _weights(case: Case) -> Said:
     chosen = [case.pairs.tensors[place] for place in case.finding.places]
     ones = [case.apart.a.weights[one.here].astype(float) for one in chosen]  # type: ignore[index]
     others = [case.apart.b.weights[one.there].astype(float) for one in chosen]  # type: ignore[index]
@@ -124,34 +139,34 @@ def _weights(case: Case) -> tuple[str, float | None, str]:
         for j, other in enumerate(chosen):
             if i != j and len(np.unique(ones[i])) > 2 and np.array_equal(ones[i], others[j]):
                 return f"other {what}: B's {other.other} holds A's {one.name}", None, ""
-    factor = _multiple(np.concatenate(ones), np.concatenate(others))
+    factor = multiple_of(np.concatenate(ones), np.concatenate(others))
     if factor is not None:
-        return f"{what} {_times(factor)} A's, {many}", factor, "init"
+        return f"{what} {times(factor)} A's, {many}", factor, "init"
     if all(np.array_equal(_bf16(one), _bf16(other)) for one, other in zip(ones, others, strict=True)):
         return f"{what} that agree in 8 binary digits only: one training rounds them to bf16", None, "precision"
     return f"other {what}, {many}", None, "seed"
 
 
 def _bf16(values: Array) -> Array:
-    return coarse(values.astype(np.float32)).astype(float)
+    return np.asarray(coarse(values.astype(np.float32)), dtype=np.float64)
 
 
 # -- loss and gradients ------------------------------------------------------------------------------------------------
 
 
-def _loss(case: Case) -> tuple[str, float | None, str]:
+def _loss(case: Case) -> Said:
     one, other = case.apart.a.loss, case.apart.b.loss
     assert one is not None
     assert other is not None
     if not (math.isfinite(one) and math.isfinite(other)):
         return f"the loss is {one:.6g} in A and {other:.6g} in B", None, ""
     ratio = other / one if one else math.inf
-    common = _common(case.apart.local, case.bounds)
+    common = common_factor(case.apart.local, case.bounds)
     weighed = _objective(case)
     if common is not None and relative(common, ratio) < 0.01:
-        return f"the loss and every gradient are {_times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
-    if (simple := _ratio_name(ratio, case)) is not None:
-        return f"the loss is {_times(ratio)} A's{simple}{weighed}", ratio, "loss"
+        return f"the loss and every gradient are {times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
+    if (simple := ratio_name(ratio, counts_of(*case.heads, case.apart), case.bounds)) is not None:
+        return f"the loss is {times(ratio)} A's{simple}{weighed}", ratio, "loss"
     if weighed:
         return f"the loss {one:.6g} is {other:.6g}{weighed}", ratio, "loss"
     size = f"the loss {one:.7g} is {other:.7g} in B on the same rows and weights"
@@ -173,21 +188,21 @@ def _objective(case: Case) -> str:
     return ""
 
 
-def _gradient(case: Case) -> tuple[str, float | None, str]:
+def _gradient(case: Case) -> Said:
     gradient = getattr(case.apart, case.finding.link)
     weighed = _objective(case)
-    common = _common(gradient, case.bounds)
+    common = common_factor(gradient, case.bounds)
     if common is not None and len(case.finding.places) == len(gradient.ratio):
-        return f"the gradient of every layer is {_times(common)} A's{_named(common, case)}{weighed}", common, "accum"
+        return f"the gradient of every layer is {times(common)} A's{_named(common, case)}{weighed}", common, "accum"
     places = list(case.finding.places)
     lost = [place for place in places if not math.isfinite(gradient.relative[place])]
     if lost:
         return "one of the two gradients is not finite", None, "loss scale"
-    factors = {place: _factor(gradient, place, case.bounds) for place in places}
+    factors = {place: layer_factor(gradient, place, case.bounds) for place in places}
     only = "this layer's gradient alone" if len(places) == 1 else f"the gradient of {len(places)} layers"
-    shared = _shared([factors[place] for place in places])
+    shared = shared_factor([factors[place] for place in places])
     if shared is not None:
-        return f"{only}, {_times(shared)} A's{_named(shared, case)}", shared, ""
+        return f"{only}, {times(shared)} A's{_named(shared, case)}", shared, ""
     cosine = gradient.cosine[places[0] if len(places) == 1 else int(np.nanargmin(gradient.cosine))]
     turned = "" if math.isnan(cosine) else f", in another direction (cosine {cosine:.4g})"
     if len(places) == len(gradient.ratio):
@@ -196,7 +211,7 @@ def _gradient(case: Case) -> tuple[str, float | None, str]:
     return f"{only}{turned}, by {case.finding.size:.2g} of its length", None, ""
 
 
-def _reduced(case: Case) -> tuple[str, float | None, str]:
+def _reduced(case: Case) -> Said:
     if case.finding.kind != "own":
         return _gradient(case)
     side = 0 if case.finding.culprit == "A" else 1
@@ -206,20 +221,21 @@ def _reduced(case: Case) -> tuple[str, float | None, str]:
     layer = case.pairs.layers[case.finding.places[0]]
     place = (layer.a, layer.b)[side]
     local, reduced = (each.layer_sketches[place].astype(float) for each in (step.local, step.reduced))
-    factor = _multiple(local, reduced)
+    factor = multiple_of(local, reduced)
     what = f"{case.finding.culprit}'s reduced gradient is not the mean of its ranks' gradients"
     if factor is None:
         return f"{what}: it is off by {case.finding.size:.2g} of its length", None, ""
     return f"{what}, but {factor:.5g} times it{_named(factor, case)}", factor if side else 1.0 / factor, ""
 
 
-def _applied(case: Case) -> tuple[str, float | None, str]:
+def _applied(case: Case) -> Said:
     one, other = case.apart.a, case.apart.b
     assert one.applied is not None
     assert other.applied is not None
     if case.finding.kind == "own":
         who = case.finding.culprit
-        return f"what {who}'s optimizer used is no multiple of its reduced gradient, by {case.finding.size:.2g}", None, ""
+        rest = f"{case.finding.size:.2g} of its length are left"
+        return f"what {who}'s optimizer used is no multiple of its reduced gradient: {rest}", None, ""
     factor = case.apart.factor
     used = [step.applied.factor for step in (one, other)]  # type: ignore[union-attr]
     norms = [None if step.reduced is None else step.reduced.norm for step in (one, other)]
@@ -229,56 +245,16 @@ def _applied(case: Case) -> tuple[str, float | None, str]:
     return f"another clip factor: {', '.join(said)}", factor, "clip"
 
 
-def _common(gradient: Apart | None, bounds: Bounds) -> float | None:
-    """The one factor by which all layers are multiplied; None where there is no such factor."""
-    if gradient is None:
-        return None
-    factors = [_factor(gradient, place, bounds) for place in range(len(gradient.ratio)) if gradient.share[place] > 1e-3]
-    return _shared(factors)
-
-
-def _factor(gradient: Apart, place: int, bounds: Bounds) -> float | None:
-    """B's gradient of a layer over A's, where the one is a multiple of the other."""
-    ratio, cosine = float(gradient.ratio[place]), float(gradient.cosine[place])
-    if not math.isfinite(ratio) or ratio <= 0.0:
-        return None
-    if math.isnan(cosine):
-        return ratio
-    off = math.sqrt(max(0.0, 1.0 - cosine * cosine))
-    if off > max(MULTIPLE * min(1.0, abs(ratio - 1.0) * 5.0 + 0.005), 3.0 * bounds.gradient):
-        return None
-    return math.copysign(ratio, cosine)
-
-
-def _shared(factors: Iterable[float | None]) -> float | None:
-    known = list(factors)
-    if not known or any(one is None for one in known):
-        return None
-    low, high = min(known), max(known)  # type: ignore[type-var]
-    middle = float(np.median(np.array(known, dtype=float)))
-    spread = max(1e-3 * abs(middle), 0.1 * abs(middle - 1.0))
-    return middle if high - low <= spread else None  # type: ignore[operator]
-
-
-def _multiple(one: Array, other: Array) -> float | None:
-    """``other`` = factor * ``one``, but for a small rest; None where it is not, or the factor is 1."""
-    squared = float(one @ one)
-    if not squared > 0.0 or not np.isfinite(other).all():
-        return None
-    factor = float(one @ other) / squared
-    rest = float(np.linalg.norm(other - factor * one) / max(np.linalg.norm(other), 1e-300))
-    return factor if rest <= MULTIPLE * min(1.0, 5.0 * abs(factor - 1.0)) and relative(factor, 1.0) > 1e-6 else None
-
-
 # -- the update --------------------------------------------------------------------------------------------------------
 
 
-def _update(case: Case) -> tuple[str, float | None, str]:
+def _update(case: Case) -> Said:
     moved, places = case.apart.update, case.finding.places
     assert moved is not None
     if case.finding.kind == "way":
         far = f"by {case.finding.size:.0%} of the way since the first step"
-        return f"no single update shows it, but the weights have come apart {far}: {_names(case)}", None, "precision of what"
+        what = f"no single update shows it, but the weights have come apart {far}: {_names(case)}"
+        return what, None, "precision of what"
     still = [name for name, size in zip("AB", moved.size, strict=True) if not size[list(places)].any()]
     if len(still) == 1:
         return f"{still[0]} does not move these weights: {_names(case)}", None, ""
@@ -286,11 +262,11 @@ def _update(case: Case) -> tuple[str, float | None, str]:
     fewer = _fewer_digits(*(np.concatenate([end[p] for p in places]) for end in moved.ends))
     if fewer:
         return f"{fewer} keeps 8 binary digits of the weights (bf16), the other more", None, "precision of what"
-    factor = _multiple(one, other)
+    factor = multiple_of(one, other)
     if factor is not None:
-        return f"the update is {_times(factor)} A's, from the same gradient: {_names(case)}", factor, "lr"
+        return f"the update is {times(factor)} A's, from the same gradient: {_names(case)}", factor, "lr"
     apart = other - one
-    decay = _multiple(weights, weights + apart)
+    decay = multiple_of(weights, weights + apart)
     rate = next((rate for rate in case.apart.a.rates if rate), None)
     if decay is not None and _explained(apart, weights) > 0.9:
         more = "" if rate is None else f", as a weight decay {(1.0 - decay) / rate:+.3g} in B does"
@@ -300,7 +276,8 @@ def _update(case: Case) -> tuple[str, float | None, str]:
         ratio = other[big] / one[big]
     for side, smaller in (("B", ratio < 1.0), ("A", ratio > 1.0)):
         if len(ratio) >= 8 and smaller.mean() > 0.9 and (ratio > 0.0).mean() > 0.95:
-            return f"every element moves less in {side}, each by a share of its own, as with a larger epsilon", None, "eps"
+            what = f"every element moves less in {side}, each by a share of its own"
+            return f"{what}, as with a larger epsilon", None, "eps"
     return f"another update from the same gradient: {_names(case)}", None, ""
 
 
@@ -324,7 +301,7 @@ def _names(case: Case) -> str:
     return f"{', '.join(one.name for one in tensors[:2])}{more}"
 
 
-def _rates(case: Case) -> tuple[str, float | None, str]:
+def _rates(case: Case) -> Said:
     ones = [rate for rate in case.apart.a.rates if rate is not None]
     others = [rate for rate in case.apart.b.rates if rate is not None]
     if len(ones) != len(others):
@@ -339,7 +316,8 @@ def _rates(case: Case) -> tuple[str, float | None, str]:
     ):
         later = step + 1
         if later in trace and tuple(trace.at(later).rates) == tuple(rates):
-            return f"{names[0]}'s schedule is a step ahead of {names[1]}'s: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
+            ahead = f"{names[0]}'s schedule is a step ahead of {names[1]}'s"
+            return f"{ahead}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
     since = "" if case.first else " from this step on"
     return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B", factor, "lr"
 
@@ -347,60 +325,15 @@ def _rates(case: Case) -> tuple[str, float | None, str]:
 # -- factors -----------------------------------------------------------------------------------------------------------
 
 
-def _leans(case: Case) -> tuple[str, float | None, str]:
+def _leans(case: Case) -> Said:
     factor = case.finding.factor
     assert factor is not None
     what = "loss" if case.finding.link == "loss" else f"{case.finding.link} gradient's norm"
-    return f"within rounding at each step, but the {what} leans to one side at all of them: {_times(factor)} A's", factor, ""
-
-
-def _times(factor: float) -> str:
-    """``is`` is left to the sentence: ``1.001 times``, ``minus 1 times``."""
-    digits = f"{factor:.7f}".rstrip("0").rstrip(".") if 0.9 < abs(factor) < 1.1 else f"{factor:.5g}"
-    return f"{digits} times"
+    leans = f"leans to one side from here on: it is {times(factor)} A's"
+    return f"each step is within rounding, but the {what} {leans}", factor, ""
 
 
 def _named(factor: float, case: Case) -> str:
     """What the factor counts; where the labels' weights say it themselves, no other guess than accumulation."""
-    found = _ratio_name(factor, case) or ""
+    found = ratio_name(factor, counts_of(*case.heads, case.apart), case.bounds) or ""
     return found if "micro-batches" in found or not _objective(case) else ""
-
-
-def _ratio_name(factor: float, case: Case) -> str | None:
-    """What a factor counts, or the simple fraction that it is; None where it is none."""
-    if not math.isfinite(factor) or factor <= 0.0 or relative(factor, 1.0) < 0.02:
-        return None
-    close = max(SIMPLE, case.bounds.gradient)
-    for value, words in _counts(case):
-        if relative(factor, value) <= close:
-            return f", {words}"
-    simple = Fraction(factor).limit_denominator(16)
-    if simple and max(simple.numerator, simple.denominator) <= 64 and relative(factor, float(simple)) <= close:
-        return f", a simple ratio ({simple})" if simple.denominator > 1 else ", a whole number"
-    return None
-
-
-def _counts(case: Case) -> list[tuple[float, str]]:
-    a, b = case.heads
-    found = []
-    for count_a, count_b, what in (
-        (a.micro_batches, b.micro_batches, "micro-batches"),
-        (a.ranks, b.ranks, "ranks"),
-        (a.ranks * a.micro_batches, b.ranks * b.micro_batches, "ranks times micro-batches"),
-    ):
-        if count_b > 1:
-            found.append((float(count_b), f"as many as B's {what}, as if B did not divide by them"))
-        if count_a > 1:
-            found.append((1.0 / count_a, f"one over A's {what}, as if A did not divide by them"))
-        if count_a != count_b:
-            found.append((count_b / count_a, f"as B's {what} to A's, as if neither divided by them"))
-        if count_b > 1:
-            found.append((1.0 / count_b, f"one over B's {what}, as if B divided by them twice"))
-        if count_a > 1:
-            found.append((float(count_a), f"as many as A's {what}, as if A divided by them twice"))
-    one, other = case.apart.a.objective, case.apart.b.objective
-    if one is not None and other is not None and one.labels > 0.0:
-        if one.labels != other.labels:
-            found.append((other.labels / one.labels, "as B's labels to A's"))
-        found += [(other.labels, "as many as B's labels of the step"), (1.0 / one.labels, "one over A's labels")]
-    return found

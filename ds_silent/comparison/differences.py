@@ -255,6 +255,10 @@ def _applied(a: Step, b: Step, one: Used, other: Used, loosely: float) -> float:
     return 1.0 if same else other.factor / one.factor
 
 
+def _since(values: Array, origin: Any, places: Any) -> Array:
+    return values if origin is None else values - origin[places].astype(float)
+
+
 def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
     ones, others, weights, off, alike, sizes, ways = [], [], [], [], [], [], []
     ends: tuple[list[Array], list[Array]] = ([], [])
@@ -271,11 +275,7 @@ def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Ste
         sizes.append(size)
         largest = np.maximum(np.abs(after), np.abs(end))
         off.append(_beyond_digits(pair, one, other, largest, max(size)))
-        origins = [step.weights for step in begin]
-        gone = [after, end] if origins[0] is None or origins[1] is None else [
-            after - origins[0][pair.here],
-            end - origins[1][pair.there],
-        ]
+        gone = _since(after, begin[0].weights, pair.here), _since(end, begin[1].weights, pair.there)
         far = (_rms(gone[0]), _rms(gone[1]))
         astray = _beyond_digits(pair, gone[0], gone[1], 2.0 * largest, max(far))
         ways.append(astray if 3.0 * min(far) < max(far) else 0.0)

@@ -4,173 +4,43 @@
     finding = judge.step(apart)              # None: the two agree at this step, as far as rounding lets them
     judge.bias()                             # after the last step: what leans to one side, though within the bound
 
-**What is allowed.** At the first step both have the same weights, and what differs is rounding: a multiple of the
-coarser unit roundoff, which the head of each trace states. An update carries it into the weights, and the trainings
-grow apart, each step by about the same factor. So the difference of a step is held against the largest one before it,
-times a factor: five times the largest growth of one step that this very pair has shown, between ``LEAST_GROWTH`` and
-``MOST_GROWTH``. A layer may always differ as much as the median layer has. Above ``SATURATED`` two trainings of the same
-kind are as far apart as two seeds, and gradients are no longer judged, nor where both losses explode; rows, rates, the
-clip factor and each training's own reduction still are.
+A difference is rounding up to what :mod:`ds_silent.comparison.levels` allows. Above ``SATURATED`` two trainings of the
+same kind are as far apart as two seeds, and gradients are no longer judged, nor where both losses explode; rows, rates,
+the clip factor and each training's own reduction still are.
 
-Rounding can also tip a choice: a ReLU whose input is 0 but for rounding, a router between two experts. What differs then
-is small, no multiple, and gone at the next step; such a step is named, and is no parting.
-
-With a repetition of A, what A and its repetition differ by takes the place of that growth.
-
-**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share, within the
-bound, is a bias: a t test over the steps, whose two halves must agree.
+Rounding can also tip a choice: a ReLU whose input is 0 but for rounding, a router between two experts. What differs
+then is small, no multiple, and gone at the next step; such a step is named, and is no parting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
+from ds_silent.comparison.levels import (
+    EARLY_STEPS,
+    FIRST_MARGIN,
+    HALF,
+    LARGE,
+    SATURATED,
+    Bounds,
+    Envelope,
+    Level,
+    Series,
+)
 from ds_silent.comparison.pairing import Pairs
-from ds_silent.trace import Head
 
-LEAST_GROWTH, MOST_GROWTH, EARLY_STEPS = 8.0, 100.0, 3
-MARGIN = 5.0  # over the largest growth of one step, and over a repetition's envelope
-FIRST_MARGIN = 3.0  # over the bound, at the first step
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
-LARGE, SATURATED = 0.3, 0.3
 TIPPED = 0.05  # of the gradient of a layer, that a choice tipped by rounding may be
 DIVERGED = 10.0  # a loss over that of the first step
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
 LOSS_SHARE = 0.3
-UPDATE_BOUND = 1e-5  # of an update in fp32, relative
 SAME_DIRECTION = 0.95  # cosine, of a gradient that is small and yet no rounding of zero
-LEAST_STEPS, LEANING = 16, 12.0  # of the test of a bias, and its t
-ONE_SIDE = 0.98  # of the steps; trainings in bf16 with another number of ranks: up to 0.8
-HALF = 1e-4  # a unit roundoff above it is that of 16 bits
-FACTOR_BOUND = 1e-4  # of a clip factor
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What rounding explains at the first step, relative."""
-
-    gradient: float
-    loss: float
-    update: float
-    factor: float
-    weights: float  # beyond the digits of two dtypes
-    precision: float  # unit roundoff
-
-
-def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
-    """Take the coarser of the two trainings' arithmetic; ``tolerance`` widens every bound to at least that."""
-    u = max(max(map(unit_roundoff, _precisions(head))) for head in (a, b))
-    stated = max(head.rounding or 0.0 for head in (a, b))
-    half = u > HALF
-    gradient = max(4.0 * u, 2.0 * stated) if half else max(32.0 * u, 8.0 * stated)
-    least = tolerance or 0.0
-    return Bounds(
-        max(gradient, least),
-        max(u if half else 8.0 * u, least),
-        max(UPDATE_BOUND if not half else 4.0 * u, least),
-        max(FACTOR_BOUND, 8.0 * u, least),
-        least,
-        u,
-    )
-
-
-def _precisions(head: Head) -> list[str]:
-    """Dtypes that the forward, the backward or the reduction may have rounded to."""
-    found = [head.precision, *(one.dtype for one in head.tensors)]
-    for name, setting in head.settings.items():
-        value = setting.get("value") if isinstance(setting, Mapping) else None
-        if isinstance(value, str) and any(word in name for word in ("autocast", "communication_data_type")):
-            found += [part.strip() for part in value.split(",")]
-    return found
-
-
-class Level:
-    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone)."""
-
-    def __init__(self, bound: float, count: int):
-        self.bound = bound
-        self.high = np.zeros(count)  # the largest so far
-        self.median = 0.0
-        self.growth = 1.0  # the largest of one step
-        self.steps = 0
-
-    def allowed(self, coupled: Array | float = 0.0, at_least: float = 0.0) -> Array:
-        """Return it for each.
-
-        Args:
-            coupled: what an earlier link of this step explains, and what grows as these numbers do.
-            at_least: what the weights, which have come apart before this step, explain.
-        """
-        level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
-        if not self.steps:
-            return FIRST_MARGIN * level
-        grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
-        factor = MOST_GROWTH if self.steps < EARLY_STEPS else grown
-        most = np.maximum(LARGE * self.growth, 3.0 * level)
-        return np.minimum(np.maximum(factor * level, at_least), most)
-
-    def learn(self, values: Array) -> None:
-        """Take a step in that was found to be rounding."""
-        values = np.where(np.isfinite(values), values, 0.0)
-        before = np.maximum(np.maximum(self.high, self.median), self.bound)
-        if self.steps:
-            self.growth = max(self.growth, float((values / before).max(initial=0.0)))
-        self.high = np.maximum(self.high, values)
-        if len(values):
-            self.median = max(self.median, float(np.median(values)))
-        self.steps += 1
-
-    @property
-    def saturated(self) -> bool:
-        return self.median > SATURATED
-
-
-class Series:
-    """Numbers of one kind over the steps, for the test of a bias."""
-
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._values: list[Array] = []
-
-    def add(self, step: int, values: Array) -> None:
-        """Take in a step's; what cannot be known is no lean."""
-        self._steps.append(step)
-        self._values.append(np.where(np.isfinite(values), values, 0.0))
-
-    def leaning(self, least: float) -> tuple[int, float, int] | None:
-        """Return (which, mean, first step) of the number that leans most, where one does at all."""
-        if len(self._values) < LEAST_STEPS:
-            return None
-        table = np.array(self._values)
-        found: tuple[int, float, int] | None = None
-        for which in np.flatnonzero(np.abs(np.median(table, 0)) > least):
-            begin = _begin(table[:, which])
-            tail = table[begin:, which]
-            mean, half = float(tail.mean()), len(tail) // 2
-            error = max(float(tail.std(ddof=1)) / math.sqrt(len(tail)), 1e-300)
-            halves = tail[:half].mean(), tail[half:].mean()
-            one_side = float((np.sign(tail) == np.sign(mean)).mean())
-            leans = abs(mean) > max(least, LEANING * error) and one_side >= ONE_SIDE
-            if leans and abs(halves[0] - halves[1]) < 0.5 * abs(mean) and (found is None or abs(mean) > abs(found[1])):
-                found = int(which), mean, self._steps[begin]
-        return found
-
-
-def _begin(values: Array) -> int:
-    """Where the values begin to lean: the tail whose mean is most above its error."""
-    count = len(values)
-    sums, squares = np.cumsum(values[::-1])[::-1], np.cumsum(values[::-1] ** 2)[::-1]
-    left = np.arange(count, 0, -1)
-    mean = sums / left
-    spread = np.maximum(squares / left - mean**2, 1e-300)
-    t = np.abs(mean) * np.sqrt(left / spread)
-    return int(np.argmax(t[: max(1, count - LEAST_STEPS + 1)]))
 
 
 @dataclass(frozen=True)
@@ -275,7 +145,7 @@ class Judge:
         return findings
 
     def _tipped(self, finding: Finding, apart: Differences, after: Differences | None) -> bool:
-        """Whether rounding has tipped a choice (a ReLU at 0, a router): small, no multiple, and gone at the next step."""
+        """Whether rounding has tipped a choice: what differs is small, no multiple, and gone at the next step."""
         if finding.link not in ("loss", "local") or apart.local is None or after is None or after.local is None:
             return False
         size, multiples = _most(apart.local, self.bounds), np.abs(apart.local.cosine)
@@ -461,42 +331,18 @@ class Judge:
         return Finding(link, () if everywhere else tuple(map(int, places)), size, float(allowed[worst]))
 
 
-@dataclass
-class Envelope:
-    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
-
-    bounds: Bounds
-    high: dict[str, Array] = field(default_factory=dict)
-    start: dict[str, float] = field(default_factory=dict)
-
-    def learn(self, link: str, values: Array) -> None:
-        values = np.where(np.isfinite(values), values, 0.0)
-        self.high[link] = np.maximum(self.high.get(link, np.zeros_like(values)), values)
-        if (median := float(np.median(values))) > 0.0:
-            self.start.setdefault(link, median)
-
-    def allowed(self, link: str, by_growth: Array) -> Array:
-        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
-        if link not in self.start:
-            return by_growth
-        bound = {"loss": self.bounds.loss, "update": self.bounds.update}.get(link, self.bounds.gradient)
-        high = np.maximum(self.high[link], np.median(self.high[link]))
-        grown = float(np.median(self.high[link])) / self.start[link]
-        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * high)
-
-
-def _noise(gradient: Apart, bounds: Bounds) -> Array:
+def _noise(gradient: Apart, bounds: Bounds) -> npt.NDArray[np.bool_]:
     """Layers whose gradient is nothing but the rounding of zero, as that of a key's bias is."""
     with np.errstate(all="ignore"):
         small = gradient.share * np.fmax(1.0, gradient.ratio) <= 0.25 * bounds.gradient
-        return small & ~(gradient.cosine > SAME_DIRECTION)
+        return np.asarray(small & ~(gradient.cosine > SAME_DIRECTION))
 
 
 def _most(gradient: Apart, bounds: Bounds) -> float:
     return _largest(np.where(_noise(gradient, bounds), 0.0, gradient.relative))
 
 
-def _unstable(moved: Moved) -> Array:
+def _unstable(moved: Moved) -> npt.NDArray[np.bool_]:
     """Tensors that move as far in both trainings, and each in a direction of its own."""
     pairs = zip(*moved.size, moved.correlation, strict=True)
     return np.array([unlike(*one) for one in pairs], dtype=bool)

@@ -106,7 +106,7 @@ def write_junit(found: Comparison, path: str | Path) -> None:
 
 def _xml(text: str) -> str:
     """What XML may hold: no control character, no half of a pair, whatever a name was."""
-    kept = (c if c in "\n\t" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else " " for c in text)
+    kept = (
+        c if c in "\n\t" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else " " for c in text
+    )
     return "".join(kept)
-
-

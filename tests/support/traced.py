@@ -4,7 +4,7 @@
     write(Training(ranks=2, fault="layer-scaled", since=5), tmp_path / "b")
 
 Each rank's share of the rows is a forward and a backward of its own, and the ranks' gradients are added one after the
-other, so that another number of ranks rounds as it does in a real training. Nothing of ``ds_silent.comparison`` is used.
+other, so that another number of ranks rounds as in a real training. Nothing of ``ds_silent.comparison`` is used.
 """
 
 from __future__ import annotations
