@@ -32,7 +32,8 @@ import released_bugs_rows
 import released_bugs_trainer
 from released_bugs_base import CASES, Found, Watch
 from released_bugs_list import LIST, Bug
-from releases import ImpossibleError, laid_over
+
+from ds_silent.comparison.releases import ImpossibleError, laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "released-bugs"
