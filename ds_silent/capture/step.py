@@ -42,7 +42,7 @@ from ds_silent.capture.traced import TraceCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
-from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status
+from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status, Wishes
 from ds_silent.framework import Framework, Moments, Promise, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
@@ -327,6 +327,11 @@ class StepCapture:
         if exact:
             self.moments.exchange()
         return self._guarded(lambda: self._observed(replica))
+
+    def said(self, status: Status[float | Tensor], wishes: Wishes[float | Tensor]) -> None:
+        """Take what this rank says in the step's observation beside what it has seen: it says so again."""
+        if self._before is not None:
+            self._before = replace(self._before, status=status, wishes=wishes)
 
     def observation_again(self) -> Observation:
         """The same observation with what a repeated reduction has brought, without the replica's checksum."""
