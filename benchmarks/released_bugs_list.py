@@ -23,6 +23,7 @@ class Bug:
     reason: str = ""
     given: dict[str, Any] = field(default_factory=dict)
     beside: str = ""
+    parts: str = ""  # link of the chain at which the wrong release parts from the right one
 
 
 COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}

@@ -216,12 +216,7 @@ class Recorder:
         self._sink = FanOut([]) if sink is None else sink
         self._judgement: _Judgement | None = None
         if sink is not None and config is not None and checker is not None and layout is not None:
-<<<<<<< HEAD
             self._judgement = _Judgement(config, checker, layout, words, alike, tracer)
-        self._judge = None if self._judgement is None else self._judgement.judge
-=======
-            self._judgement = _Judgement(config, checker, layout, words, alike)
->>>>>>> main
         self._members, self._ending = tuple(members), _ENDS["never" if config is None else config.detectors.stop_on]
         self._newest: StepRecord | None = None
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
