@@ -11,7 +11,8 @@ class Bug:
     """One row. A release is what is laid over this environment; an empty one is this environment itself.
 
     ``told`` is the kind of the event that tells it at its first wrong step; None: nothing does, for this ``reason``.
-    ``beside`` is the kind of the event that tells another bug of this list, which both releases have.
+    ``beside`` is the kind of the event that tells another bug of this list, which both releases have. ``parts`` is the
+    link of the chain at which the wrong release's training parts from the right one's.
     """
 
     name: str
@@ -23,7 +24,7 @@ class Bug:
     reason: str = ""
     given: dict[str, Any] = field(default_factory=dict)
     beside: str = ""
-    parts: str = ""  # link of the chain at which the wrong release parts from the right one
+    parts: str = ""
 
 
 COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}

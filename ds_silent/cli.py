@@ -343,6 +343,10 @@ def compare(
     ] = None,
     json_path: _JsonPath = None,
     junit: Annotated[str | None, _option("Write a JUnit file, one test case per link of the chain.", "FILE")] = None,
+    curves: Annotated[
+        bool,
+        _option("Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves"),
+    ] = False,
     only_answer: Annotated[
         bool, _option("Print the one sentence alone, for CI; the exit status is the same.", None, "--assert")
     ] = False,
@@ -356,7 +360,9 @@ def compare(
     """
     from ds_silent.commands.compare import CompareOptions, compare_command
 
-    raise typer.Exit(compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer)))
+    raise typer.Exit(
+        compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves))
+    )
 
 
 @app.command()
