@@ -106,8 +106,8 @@ def _both(bug: Bug, directory: Path) -> Run:
     import torch.distributed as dist
 
     found: dict[str, Found | None] = {}
-    kept = os.environ.get(TRACES)
-    traced = {"trace": {}} if kept else {}
+    kept = os.environ.get(TRACES, "")
+    traced: dict[str, Any] = {"trace": {}} if kept else {}
     for part in ("observed", "alone"):
         own = directory / part
         own.mkdir(parents=True)
@@ -120,10 +120,10 @@ def _both(bug: Bug, directory: Path) -> Run:
         dist.barrier()
     events, records = (_lines(directory / "observed" / "silent" / f"{name}.jsonl") for name in ("events", "metrics"))
     objective = records[0].get("objective") if records else None
-    trace = directory / "observed" / "silent" / "trace.jsonl"
-    if kept and trace.exists():
-        shutil.copy(trace, trace := Path(kept, f"{LIST.index(bug)}.jsonl"))
-    return Run(found["observed"], found["alone"], tuple(events), objective, trace=str(trace) if kept else "")
+    trace = Path(kept, f"{LIST.index(bug)}.jsonl") if kept and records else None
+    if trace is not None:
+        shutil.copy(directory / "observed" / "silent" / "trace.jsonl", trace)
+    return Run(found["observed"], found["alone"], tuple(events), objective, trace=str(trace or ""))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -193,8 +193,9 @@ def verdict_on_pair(bug: Bug, wrong: Run, right: Run) -> tuple[str, str]:
         found = compare(right.trace, wrong.trace)
     except (ComparisonError, TraceError) as error:
         return str(error), "NOT COMPARED"
-    as_listed = found.parted and found.link == bug.parts and found.step == wrong.wrong_since
-    return found.sentence, "" if as_listed else f"NOT AS THE LIST SAYS: {bug.parts} at step {wrong.wrong_since}"
+    step = bug.parts_at or wrong.wrong_since
+    as_listed = found.parted and found.link == bug.parts and found.step == step
+    return found.sentence, "" if as_listed else f"NOT AS THE LIST SAYS: {bug.parts} at step {step}"
 
 
 def row(release: Sequence[str], run: Run, verdict: str, reason: str = "") -> str:
