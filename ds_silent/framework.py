@@ -48,7 +48,7 @@ class Moments:
     post_forward: Callable[..., object]  # (module, args, output): a loss, where nothing else gives one
     on_loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins
     on_loss_share: Callable[..., object]  # (loss) one that was divided: the shares of a step add up to its loss
-    on_loss_handed: Callable[..., object]  # (loss, promise) to a wrapper, which makes the root of its backward of it
+    on_loss_handed: Callable[..., object]  # (loss, promise, below) to a wrapper, which makes a root of it
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated

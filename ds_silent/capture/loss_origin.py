@@ -57,14 +57,19 @@ def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
 
 def is_a_mean(loss: Tensor) -> bool:
     """Tell whether the first torch loss near the root took the mean; False if there is none."""
+    return reduction_near(loss) == 1
+
+
+def reduction_near(loss: Tensor) -> int | None:
+    """Return the reduction of the first torch loss near the root: 0 none, 1 mean, 2 sum; None if there is no loss."""
     waiting = [loss.grad_fn]
     for _ in range(NEAR):
         node = waiting.pop(0) if waiting else None
-        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like; 0 none, 1 mean, 2 sum
+        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like
         if reduction is not None:
-            return bool(reduction == 1)
+            return int(reduction)
         waiting += [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
-    return False
+    return None
 
 
 def made_of(node: Any, place: int) -> list[tuple[Any, int]]:

@@ -60,6 +60,7 @@ class _Backward:
     flows: list[tuple[Term, Tensor]] = field(default_factory=list)
     each: list[Weighed] = field(default_factory=list)
     known: bool = True  # whether every gradient that flows in was understood
+    below: float = 1.0  # what a wrapper's hooks multiply gradients by on their way from the loss to the model
 
 
 class LocalObjective:
@@ -90,13 +91,19 @@ class LocalObjective:
         self._constants: set[Constants] = set()
         self._besides: set[tuple[str, Constants]] = set()
         self._handed: Made | None = None
+        self._below = 1.0
         self._ways: set[frozenset[tuple[str, ...]]] = set()
         self.promise = self.items = None
 
-    def handed(self, loss: Any, promise: Promise | None) -> None:
-        """Take the loss that a wrapper is given, before its backward begins."""
+    def handed(self, loss: Any, promise: Promise | None, below: float = 1.0) -> None:
+        """Take the loss that a wrapper is given, before its backward begins.
+
+        Args:
+            loss: None where the script begins the backward itself.
+            below: by which the wrapper multiplies gradients between that loss and the model.
+        """
         self._handed = made_by(loss) if isinstance(loss, Tensor) else None
-        self.promise = promise
+        self.promise, self._below = promise, below
 
     def begins(self, root: Any, own: bool = False) -> None:
         """Read the root of a backward before the backward runs; ``own``: it surely reaches the model."""
@@ -104,6 +111,7 @@ class LocalObjective:
         self.reached = own
         self._under_way = one = _Backward()
         handed, self._handed = self._handed, None
+        one.below, self._below = self._below, 1.0
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None
         terms = losses_in(root, handed, self.items) if single and not _compiled() else None
         if not terms:
@@ -203,7 +211,8 @@ class LocalObjective:
         if one is None or not counts:
             return
         self._count += 1
-        self._ways.add(frozenset(term.shown if term.kind else term.shown[:-1] for term in one.terms))
+        if one.below == 1.0:
+            self._ways.add(frozenset(term.shown if term.kind else term.shown[:-1] for term in one.terms))
         main = next((term for term in one.terms if term.kind), one.terms[0] if one.terms else None)
         if main is None or not math.isfinite(main.factor) or main.factor == 0.0:
             self._readable = self._known = False  # a script skips rows with such a loss
@@ -220,7 +229,8 @@ class LocalObjective:
         self._class_weights = self._class_weights if main.weights is None else main.weights
         weighed = [_of_all(term, flow) for term, flow in _with_smoothing(one.flows)]
         self._known = self._known and one.known and all(each is not None for each in weighed)
-        self._weighed += [*(each for each in weighed if each is not None), *one.each]
+        each = [*(each for each in weighed if each is not None), *one.each]
+        self._weighed += [(one.below * w, one.below * low, one.below * high, count) for w, low, high, count in each]
 
 
 def _compiled() -> bool:  # the nodes of a compiled backward take no hooks

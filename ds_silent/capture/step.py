@@ -119,10 +119,10 @@ class StepMoments:
         if self.plan.measures:
             self._settings.objective.begins(root, own)
 
-    def handed(self, loss: Any, promise: Promise | None) -> None:
-        """Take a loss that the script hands to a wrapper, and what that promises of it."""
+    def handed(self, loss: Any, promise: Promise | None, below: float = 1.0) -> None:
+        """Take a loss that the script hands to a wrapper, what that promises, and what its hooks multiply below it."""
         if self.plan.measures:
-            self._settings.objective.handed(loss, promise)
+            self._settings.objective.handed(loss, promise, below)
 
     def scaled(self, factor: float, gradient: Tensor) -> None:
         """Take the factor on the step's gradients, from the gradient of its loss."""
@@ -241,9 +241,8 @@ class StepCapture:
         self.layer_names, layers = layers_of(list(framework.names))
         self.clip = framework.clip
         self._checksums = LayerChecksums(framework.numels, layers, self.device)
-        keep = None
-        if config.respond.on_aggregation_error == "retry" and config.reduction != "ordered":
-            keep = framework.keep_for_again
+        retries = config.respond.on_aggregation_error == "retry" and config.reduction != "ordered"
+        keep = framework.keep_for_again if retries else None
         checks = config.integrity.aggregation or config.trace is not None
         self._sends_aggregates = checks and config.direction.method != "off"  # by layer
         self._sends_layers = config.direction.per_layer or self._sends_aggregates
@@ -288,8 +287,6 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
-        if self.traced is not None:
-            self._patches.also(self.traced.order.end)
         self.breach_check.connect(self._patches)  # first: who closes in a framework's hook takes no later hook away
         self.framework.connect(moments)
 
@@ -344,10 +341,9 @@ class StepCapture:
         moments, local = self.moments, self._local
         scale, hashes = self.framework.scale(moments.scale), self._hashes(replica)
         code = replace(self.settings.code(self.step), breaches=self.breach_check.code(self.step))
-        objective = self.settings.objective.numbers()
-        loss = moments.forwards.observed(scale)
+        objective, loss = self.settings.objective.numbers(), moments.forwards.observed(scale)
         sketches, squares = moments.aggregate.take_local()
-        rows, weights = (None, None) if self.traced is None else self.traced.observed(moments.plan.traces)
+        traced = {} if self.traced is None else self.traced.observed(moments.plan.traces)
         self._before = Observation(
             loss=loss,
             local=local.observed(squares.sum(), moments.gram),
@@ -360,8 +356,7 @@ class StepCapture:
             ids=self.rows.take(squares.device),
             layer_sketches=sketches if self._sends_layers and local.sketching else None,
             gram=moments.gram,
-            rows=rows,
-            weights=weights,
+            **traced,
         )
         return self._with_aggregate(self._before, hashes)
 

@@ -48,7 +48,7 @@ class Publisher:
         recorder: Recorder,
         replicas: ReplicaChecks,
         responder: Responder,
-        tracer: Tracer | None,
+        tracer: Tracer | None = None,
     ):
         self.recorder, self._capture, self._replicas, self._responder = recorder, capture, replicas, responder
         self._tracer = tracer
@@ -104,6 +104,7 @@ class Publisher:
             objective.items is None and objective.is_undivided(capture.framework.micro_batches),
             objective.counted_beside(capture.shape.ranks),
             capture.framework.micro_batches,
+            None if self._tracer is None else self._tracer.step,
             capture.moments.plan.traces,
             () if capture.traced is None else capture.traced.rates,
         )
@@ -238,5 +239,5 @@ def make_publisher(
     beside = not (responds or monitored or model_of(capture) is not None)
     ranks_comparable = framework.ranks_comparable
     tracer = Tracer(capture, config, layout) if config.trace is not None and home.sinks is not None else None
-    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside, tracer)
+    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside)
     return Publisher(capture, recorder, replicas, responder, tracer)

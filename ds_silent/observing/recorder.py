@@ -26,7 +26,6 @@ from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure, without_overflow
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
-from ds_silent.measure.tracer import Tracer
 from ds_silent.records import Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.repair_event import repair_event
@@ -112,15 +111,9 @@ class _Judgement:
     """Make a record of what was gathered, and judge it; keep what both need from step to step."""
 
     def __init__(
-        self,
-        config: SilentConsistencyConfig,
-        checker: ReductionChecker,
-        layout: Layout,
-        words: Words,
-        alike: bool,
-        tracer: Tracer | None,
+        self, config: SilentConsistencyConfig, checker: ReductionChecker, layout: Layout, words: Words, alike: bool
     ):
-        self.checker, self._layout, self._alike, self._tracer = checker, layout, alike, tracer
+        self.checker, self._layout, self._alike = checker, layout, alike
         self._config, self._words = config, words
         self._told: list[Event] = []  # by others than the judge
         self._newest: int | None = None  # step of the record before
@@ -159,8 +152,8 @@ class _Judgement:
         record = replace(record, coverage=coverage, integrity=stats, data=self._tracker.deal.newest)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = replace(record, noise_scale=None)
-        if self._tracer is not None:
-            record = replace(record, traced=self._tracer.step(gathered, record, context))
+        if context.trace is not None:
+            record = replace(record, traced=context.trace(gathered, record, context))
         return record, replace(evidence, reduction=reduction, unlike=unlike)
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
@@ -207,7 +200,6 @@ class Recorder:
         words: Words = TORCH,
         alike: bool = True,  # see ds_silent.framework.Framework.ranks_comparable
         beside: bool = False,
-        tracer: Tracer | None = None,
     ):
         self.writes = sink is not None
         self.ends: Event | None = None
@@ -216,7 +208,7 @@ class Recorder:
         self._sink = FanOut([]) if sink is None else sink
         self._judgement: _Judgement | None = None
         if sink is not None and config is not None and checker is not None and layout is not None:
-            self._judgement = _Judgement(config, checker, layout, words, alike, tracer)
+            self._judgement = _Judgement(config, checker, layout, words, alike)
         self._members, self._ending = tuple(members), _ENDS["never" if config is None else config.detectors.stop_on]
         self._newest: StepRecord | None = None
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one

@@ -229,7 +229,8 @@ def test_what_responses_had_still_to_tell_is_told_with_the_first_record_after_th
     taken: list[float] = []
     framework = SimpleNamespace(peers=None)
     responder = SimpleNamespace(take=lambda step: taken.append(step))
-    publisher: Any = Publisher(*(SimpleNamespace(framework=framework, writes=False),) * 3, responder)  # type: ignore[arg-type]
+    parts = SimpleNamespace(framework=framework, writes=False)
+    publisher: Any = Publisher(parts, parts, parts, responder, None)  # type: ignore[arg-type]
     for boundary, step in enumerate((6, 7, 4, 5)):
         status = {"status.boundary": [boundary] * 2}
         publisher._in_turn(Arrived(gathered_of(step, 2, **status), None), None)

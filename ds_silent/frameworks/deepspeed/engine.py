@@ -15,11 +15,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
 from ds_silent.capture.forwards import loss_in
-from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by
+from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by, reduction_near
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import Framework, GatheredPiece, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
 from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
@@ -104,6 +105,7 @@ class Losses:
         self._engine, self._micro_batches, self._writes = engine, micro_batches, writes
         self._forward_loss: Made | None = None  # of the newest forward
         self._told = False  # that a script divides it, too
+        self._gave: bool | None = None  # whether the newest forward gave losses, reduced or not; None: no forward yet
         self.scaled = scales_loss(engine)
 
     def pipelined(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +117,31 @@ class Losses:
     def forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         """Keep the forward's loss: a backward's may be a share of it."""
         self._forward_loss = made_by(loss_in(output) if torch.is_grad_enabled() else None)
+        if torch.is_grad_enabled():
+            self._gave = isinstance(output, Tensor) and reduction_near(output) is not None
         moments.post_forward(module, args, output)
+
+    def begins(self, moments: Moments, root: Any) -> None:
+        """Tell what a backward begins with; the engine's own have told of their loss before."""
+        hooked = hasattr(self._engine, "_backward_prologue_per_tensor") and self._gave is not None
+        if hooked and isinstance(root, Tensor) and not self._engine._running_engine_backward:
+            promise = Promise("DeepSpeed's hook on what its engine returns", self._engine.gradient_accumulation_steps())
+            moments.on_loss_handed(None, promise, self._below(root, True))
+        moments.pre_backward(root)
+
+    def _below(self, loss: Tensor, divides: bool, by_engine: bool = False) -> float:
+        """Return what hooks on the forward's output multiply by below a loss that the script makes of it.
+
+        They divide by the accumulation steps: from 0.18.3 on in a script's own ``loss.backward()``, and until
+        0.19.7 in ``engine.backward`` too (0.18.3 even with ``scale_wrt_gas=False``).
+        """
+        engine = self._engine
+        hooked = hasattr(engine, "_backward_prologue_per_tensor") and self._gave is False
+        if not hooked or (by_engine and hasattr(engine_module, "_ENGINE_BACKWARD_GRAPH_TRACKER")):
+            return 1.0
+        if by_engine and not divides and hasattr(engine, "_scale_wrt_gas"):
+            return 1.0
+        return 1.0 if comes_of(loss, self._forward_loss) else 1.0 / int(engine.gradient_accumulation_steps())
 
     def before_backward(
         self, moments: Moments, scaled: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any
@@ -128,7 +154,8 @@ class Losses:
         divides = kwargs.get("scale_wrt_gas", True)
         steps = int(self._engine.gradient_accumulation_steps())
         given = Promise("engine.backward with scale_wrt_gas=False", as_given=True)
-        moments.on_loss_handed(loss, Promise("engine.backward", steps) if divides else given)
+        promise = Promise("engine.backward", steps) if divides else given
+        moments.on_loss_handed(loss, promise, self._below(loss, divides, by_engine=True))
         if divides and is_share(loss, self._forward_loss, self._micro_batches):
             self._say_divided_twice()
         elif divides:
@@ -321,7 +348,7 @@ class DeepSpeedFramework(Framework):
                 patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
         behind = moments.post_reduction if reduced_after_backward(engine) else None
         self._around("backward", partial(local, self._losses.before_backward, moments, scaled), behind)
-        patches.before_backward(moments.pre_backward)  # the engine's own, behind its scaling
+        patches.before_backward(partial(local, self._losses.begins, moments))  # the engine's own, behind its scaling
         if self._pipeline:
             for name in ("allreduce_gradients", "_bf16_reduce_grads"):
                 self._around(name, moments.post_backward)
