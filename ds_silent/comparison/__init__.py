@@ -97,12 +97,15 @@ class _Comparer:
         self.bounds = bounds_of(*self.heads, tolerance)
         self.settings = setting_differences(*self.heads)
         self.equal_until: int | None = None
+        self._ended = ""
         self.compared = 0
 
     def result(self) -> Comparison:
         """Judge all steps, up to a few behind the one that parts."""
         judge = Judge(self.bounds, self.pairs, None if self.third is None else Envelope(self.bounds))
         followed = _Followed(self, judge) if self.third is not None else None
+        if not self.pairs.tensors:
+            return self._strangers()
         case: Case | None = None
         different, behind, last = False, 0, self.steps.steps[0][0]
         before: Step | None = None
@@ -125,6 +128,13 @@ class _Comparer:
             case = self._case(leaning, apart, "", True)
         return self._comparison(judge, case, last)
 
+    def _strangers(self) -> Comparison:
+        """Two models that have no parameter in common: a map of names is all that could help."""
+        step = self.steps.steps[0][0]
+        cause = "the models have no tensor in common; name counterparts with --map"
+        left_out = (*self.pairs.left_out, *self.steps.left_out)
+        return Comparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
+
     def _case(self, finding: Finding, apart: Differences, loaded: str, first: bool) -> Case:
         return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
 
@@ -136,6 +146,9 @@ class _Comparer:
         begin = one, other
         for after in following:
             next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
+            if next_a is not None and next_b is not None and not (_like(next_a, begin[0]) and _like(next_b, begin[1])):
+                self._ended = f"step {next_a.step} and later ones: one of the two went on with other parameters"
+                next_a = next_b = None
             yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor)
             if next_a is None or next_b is None:
                 return
@@ -180,6 +193,8 @@ class _Comparer:
         missing = [name for name in LINKS[1:] if name not in judge.summaries]
         if missing:
             yield f"{', '.join(missing)}: not in both traces"
+        if self._ended:
+            yield self._ended
         if judge.tipped:
             steps = ", ".join(map(str, judge.tipped[:5]))
             yield f"step {steps}: a small difference that was gone at the next, as a choice tipped by rounding makes"
@@ -236,6 +251,11 @@ def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Diff
         before = one
     if before is not None:
         yield before, None, number
+
+
+def _like(step: Step, first: Step) -> bool:
+    """Whether a step behind a restart has the parameters of the first, in their order."""
+    return step.head is first.head or _head(step).tensors == _head(first).tensors
 
 
 def _head(step: Step) -> Head:

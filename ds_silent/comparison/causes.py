@@ -76,6 +76,8 @@ def explain(case: Case) -> Explanation:
     cause, factor, likely = asked[case.finding.link](case) if case.finding.kind != "bias" else _leans(case)
     if case.loaded and case.finding.kind != "bias":
         cause += f"; {case.loaded} went on from a checkpoint right before"
+    if case.first and case.pairs.lonely and case.finding.link in ("loss", "local", "reduced"):
+        cause += f"; {case.pairs.lonely}"
     setting = explaining(case.finding.link, case.settings, likely)
     if setting is not None:
         cause += f" ({setting.sentence})"

@@ -37,7 +37,7 @@ from ds_silent.comparison.pairing import Pairs
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
 TIPPED = 0.05  # of the gradient of a layer, that a choice tipped by rounding may be
-DIVERGED = 10.0  # a loss over that of the first step
+DIVERGED = 10.0  # a loss and a norm over those of the first step
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
 LOSS_SHARE = 0.3
 SAME_DIRECTION = 0.95  # cosine, of a gradient that is small and yet no rounding of zero
@@ -101,7 +101,7 @@ class Judge:
         self.tipped: list[int] = []
         self.parted = self._found = False  # the second: within this step
         self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
-        self._start = 0.0  # the loss of the first step
+        self._start: tuple[float, float] | None = None  # loss and norm of the first step
         self._own = 0.0  # the largest distance of a reduced gradient from its own local ones so far
         self._error = 0.0
         self._series = {name: Series() for name in ("loss", "local", "reduced")}
@@ -157,11 +157,13 @@ class Judge:
 
     def _diverges(self, apart: Differences) -> bool:
         """Whether both trainings are lost: a loss that explodes lets any difference explode with it."""
-        losses = [abs(one) for one in (apart.a.loss, apart.b.loss) if one is not None]
-        if len(losses) < 2:
-            return False
-        self._start = self._start or min(losses)
-        return not min(losses) <= DIVERGED * self._start
+        steps = (apart.a, apart.b)
+        norms = [0.0 if one.local is None else one.local.norm for one in steps]
+        sizes = min(abs(one.loss or 0.0) for one in steps), min(norms)
+        if not all(map(math.isfinite, sizes)):
+            return True
+        self._start = self._start or sizes
+        return all(size > DIVERGED * start > 0.0 for size, start in zip(sizes, self._start, strict=True))
 
     def bias(self) -> Finding | None:
         """Return what leans to one side over all steps that agree, the first link of the chain."""

@@ -68,6 +68,7 @@ class Pairs:
     tensors: tuple[TensorPair, ...]
     layers: tuple[LayerPair, ...]
     left_out: tuple[str, ...]
+    lonely: str = ""  # the first sentence on tensors without a counterpart
 
     @property
     def by(self) -> dict[str, int]:
@@ -94,7 +95,8 @@ def pair_tensors(a: Head, b: Head, first_a: Floats | None, first_b: Floats | Non
 
 
 def _pairs(here: Side, there: Side, found: dict[tuple[int, int], tuple[str, Places, Places]]) -> Pairs:
-    left_out = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
+    lonely = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
+    left_out = list(lonely)
     sums = {*untied(here), *(-1 - j for j in untied(there))}
     layers, blurred = _layers(here, there, found, sums)
     if sums:
@@ -114,7 +116,7 @@ def _pairs(here: Side, there: Side, found: dict[tuple[int, int], tuple[str, Plac
     unseen = [one.name for one in tensors if not len(one.here)]
     if unseen:
         left_out.append(f"weights of {_some(unseen)}: laid out otherwise, no sampled element is in both")
-    return Pairs(tuple(tensors), layers, tuple(left_out))
+    return Pairs(tuple(tensors), layers, tuple(left_out), lonely[0] if lonely else "")
 
 
 def _layers(
