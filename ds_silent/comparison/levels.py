@@ -11,8 +11,9 @@ times a factor: five times the largest growth of one step that this very pair ha
 ``MOST_GROWTH``. A layer may always differ as much as the median layer has. With a repetition of A, what A and its
 repetition differ by takes the place of that growth.
 
-**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share, within the
-bound, is a bias: a t test over the steps, whose two halves must agree.
+**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share and by more
+than it scatters, is a bias though it is within the bound. Trainings that grow apart lean too, but gradually: a bias
+comes at once, and both halves of the steps behind it lean alike.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MARGIN = 5.0  # over the largest growth of one step, and over a repetition's env
 FIRST_MARGIN = 3.0  # over the bound, at the first step
 LARGE, SATURATED = 0.3, 0.3  # relative differences that are no rounding, and that tell nothing any more
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
-LEAST_STEPS, LEANING = 16, 12.0  # of the test of a bias, and its t
+LEAST_STEPS, LEANING, STEADY = 24, 4.0, 0.2  # of the test of a bias: steps, mean over deviation, halves over mean
+BEFORE = 6  # steps ahead of it, which do not lean
 ONE_SIDE = 0.98  # of the steps; trainings in bf16 with another number of ranks: up to 0.8
 HALF = 1e-4  # a unit roundoff above it is that of 16 bits
 FACTOR_BOUND = 1e-4  # of a clip factor
@@ -139,13 +141,18 @@ class Series:
             begin = _begin(table[:, which])
             tail = table[begin:, which]
             mean, half = float(tail.mean()), len(tail) // 2
-            error = max(float(tail.std(ddof=1)) / math.sqrt(len(tail)), 1e-300)
+            deviation = float(tail.std(ddof=1))
             halves = tail[:half].mean(), tail[half:].mean()
             one_side = float((np.sign(tail) == np.sign(mean)).mean())
-            leans = abs(mean) > max(least, LEANING * error) and one_side >= ONE_SIDE
-            if leans and abs(halves[0] - halves[1]) < 0.5 * abs(mean) and (found is None or abs(mean) > abs(found[1])):
+            steady = max(abs(halves[0] - halves[1]), abs(_mean(table[max(0, begin - BEFORE) : begin, which])))
+            leans = abs(mean) > max(least, LEANING * deviation) and one_side >= ONE_SIDE
+            if leans and steady < STEADY * abs(mean) and (found is None or abs(mean) > abs(found[1])):
                 found = int(which), mean, self._steps[begin]
         return found
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _begin(values: Array) -> int:
