@@ -18,7 +18,6 @@ comes at once, and both halves of the steps behind it lean alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
