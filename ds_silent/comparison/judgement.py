@@ -26,6 +26,7 @@ from ds_silent.comparison.levels import (
     FIRST_MARGIN,
     HALF,
     LARGE,
+    LEAST_GROWTH,
     SATURATED,
     Bounds,
     Envelope,
@@ -93,7 +94,7 @@ class Judge:
             "loss": Level(bounds.loss, 1),
             "local": Level(bounds.gradient, layers),
             "reduced": Level(bounds.gradient, layers),
-            "update": Level(bounds.update, tensors),
+            "update": Level(bounds.update, tensors, LEAST_GROWTH),  # it follows the gradient's
         }
         self.summaries: dict[str, Summary] = {}
         self.blind: int | None = None

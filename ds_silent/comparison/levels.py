@@ -78,10 +78,16 @@ def _precisions(head: Head) -> list[str]:
 
 
 class Level:
-    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone)."""
+    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone).
 
-    def __init__(self, bound: float, count: int):
-        self.bound = bound
+    Args:
+        bound: what rounding explains at the first step.
+        count: of the numbers.
+        early: growth of one step that is allowed while none has been seen.
+    """
+
+    def __init__(self, bound: float, count: int, early: float = MOST_GROWTH):
+        self.bound, self._early = bound, early
         self.high = np.zeros(count)  # the largest so far
         self.median = 0.0
         self.growth = 1.0  # the largest of one step
@@ -98,7 +104,7 @@ class Level:
         if not self.steps:
             return FIRST_MARGIN * level
         grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
-        factor = MOST_GROWTH if self.steps < EARLY_STEPS else grown
+        factor = self._early if self.steps < EARLY_STEPS else grown
         most = np.maximum(LARGE * self.growth, 3.0 * level)
         return np.minimum(np.maximum(factor * level, at_least), most)
 
