@@ -120,6 +120,7 @@ VARIANTS: dict[str, Variant] = {
     "judged within the step (stop_on)": Variant({"detectors": {"stop_on": "error"}}),
     "ds_silent, interval 1, no integrity": Variant({"integrity": {"aggregation": False, "replica_interval": 0}}),
     "ds_silent, interval 1, no rules": Variant({"rules": False}),
+    "ds_silent, interval 1, trace": Variant({"trace": {}}),
     "retry ready": Variant({"respond": {"on_aggregation_error": "retry"}}, frameworks=("deepspeed",)),
     "majority, compared at every step": Variant(
         {"respond": {"on_replica_drift": "majority"}, "integrity": {"replica_interval": 1}},

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_silent.framework import Framework
 from ds_silent.trace import sample_counts, sampled
@@ -45,15 +45,16 @@ class WeightSamples:
         """Return what this rank knows, and how many they are; None where another rank answers."""
         if not self._answers:
             return None
-        picked, where = [], []
+        picked, where, device = [], [], self._framework.device
         for index, start, weights in self._framework.weights():
-            if type(weights) not in (Tensor, nn.Parameter):
+            if type(weights) is not Tensor:
                 continue  # quantised, or of a kind whose elements are not its values
             elements, place = self._place(index, start, weights)
-            if len(elements):
-                picked.append(_elements(weights.detach(), elements).to(self._framework.device, non_blocking=True))
+            if place.start < place.stop:
+                few = _elements(weights, elements)
+                picked.append(few if few.device == device else few.to(device, non_blocking=True))
                 where.append(place)
-        found = torch.zeros(self.count + 1, dtype=torch.float32, device=self._framework.device)
+        found = torch.zeros(self.count + 1, dtype=torch.float32, device=device)
         if picked:
             together = torch.cat(picked).float()
             found[self._positions(tuple(where))] = together
@@ -85,5 +86,5 @@ class WeightSamples:
 def _elements(weights: Tensor, chosen: Tensor) -> Tensor:
     """Return elements in row-major order, without a copy of the whole."""
     if weights.is_contiguous():
-        return weights.view(-1)[chosen]
+        return torch.index_select(weights.view(-1), 0, chosen)
     return weights[torch.unravel_index(chosen, weights.shape)]

@@ -29,6 +29,9 @@ from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.sketch import make_plan
 from ds_silent.text import size_text
+from ds_silent.trace.form import TOGETHER, line_bytes
+
+_MANY_LAYERS = 128
 
 
 def forecast_lines(
@@ -83,6 +86,10 @@ def forecast_lines(
     files = f"metrics.jsonl, events.jsonl, scores.jsonl, matrices.jsonl{board}"
     yield f"  writes      {files} in {config.output_dir!a}, on rank 0"
     yield from _alert_lines(config)
+    if config.trace is not None:
+        each = size_text(line_bytes(config.trace.size, _MANY_LAYERS, TOGETHER))
+        due = "" if config.trace.interval == 1 else f"{config.trace.interval}. "
+        yield f"  trace       each {due}measured step is a line of trace.jsonl, of up to {each}"
     for block in (config, *(inner for _, inner in config if isinstance(inner, BaseModel) and inner is not direction)):
         yield from _said_by_fields(block)
     ends = " until it is stopped" if config.detectors.enabled and config.detectors.stop_on != "never" else ""
@@ -213,12 +220,13 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
     sampling = _sampling(config, ds_config, world_size)
     replicated = zero_section(ds_config)["stage"] == 0
     ids = 0 if sampling is None else sampling.numbers
-    layout, one_more = (layout_of(config, ExchangeShape(world_size, layers, ids, 1, replicated)) for layers in (0, 1))
+    shapes = (ExchangeShape(world_size, layers, ids, 1, replicated, weights=TOGETHER) for layers in (0, 1))
+    layout, one_more = (layout_of(config, shape) for shape in shapes)
     layer = 4 * (one_more.scalars - layout.scalars)
     late = f"per measurement, asynchronously; {layer} B more for each layer of the model"
     if layout.gathers:
         return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
-    layers = 2 * LAYERS_TOGETHER * config.integrity.aggregation  # at most, of all together
+    layers = 2 * LAYERS_TOGETHER * one_more.layer_aggregates  # at most, of all together
     sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
     if not layout.block:
         return f"one all-reduce of {sums} and one all-gather of {own} B from each rank {late}"

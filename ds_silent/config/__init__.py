@@ -166,7 +166,7 @@ class OrderedConfig(Block):
 
 
 class TraceConfig(Block):
-    """Write ``trace.jsonl``, by which ``ds-silent compare`` finds where two trainings part. Absent: no trace."""
+    """Write ``trace.jsonl``: two of them show where two trainings part. Absent: none is written."""
 
     interval: int = whole(1, 1)
     """Measurements from one line to the next."""
@@ -247,6 +247,8 @@ class SilentConsistencyConfig(Block):
     ordered: OrderedConfig = inner(OrderedConfig)
 
     trace: TraceConfig | None = optional(drill="the drill compares no trainings")
+    """Absent or null: no trace."""
+
     tensorboard: bool = switch(True)
     """Write TensorBoard event files below ``output_dir``."""
 

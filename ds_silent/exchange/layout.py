@@ -13,7 +13,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ds_silent import trace
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
 from ds_silent.exchange.observation import (
@@ -143,11 +142,11 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
     layers = groups if size and ((direction.per_layer and gathers) or aggregation or traced) else 0
     # Layers share about one sketch more; folding a sketch further gives the sketch of the smaller size. To find a
     # fault's place and the rank behind it, a few numbers per rank do.
-    layer_size = max(256, 1 << (size // layers).bit_length() - 1) if layers else 0
+    layer_size = max(256, _power_of_two(size // layers)) if layers else 0
     if layers and not direction.per_layer:
         layer_size = min(layer_size, place_size(size, ranks))
     if layers and not gathers:
-        layer_size = max(32, 1 << (LAYERS_TOGETHER // layers).bit_length() - 1, traced * trace.layer_size(layers))
+        layer_size = max(32, _power_of_two(LAYERS_TOGETHER // layers))
     steps = shape.micro_batches if aggregation else 0
     far = ranks > TIMES * shape.gather_limit and not gathers
     return Layout(
@@ -169,6 +168,10 @@ def layout_of(config: SilentConsistencyConfig, shape: ExchangeShape) -> Layout:
         rows=ROW_NUMBERS if traced and shape.ids else 0,
         weights=shape.weights + 1 if traced else 0,
     )
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << max(1, most).bit_length() - 1
 
 
 def place_size(sketch_size: int, ranks: int) -> int:

@@ -46,9 +46,8 @@ class _Measured:
     """Of the measurement before, whose optimizer the next tells of."""
 
     step: int
-    factors: (
-        Tensor | None
-    )  # (N,) from what was reduced to what the step began with, times the loss scale; None: unknown
+    factors: Tensor  # (N,) from what was reduced to what the step began with, times the loss scale
+    errors: Tensor  # (N,) squared lengths of what such a factor does not explain
 
 
 class Tracer:
@@ -113,7 +112,7 @@ class Tracer:
     def step(self, gathered: Gathered, record: StepRecord, context: Context) -> Traced:
         """Return what a measured step adds to the trace."""
         past, used = self._past, self._used(gathered)
-        self._past = _Measured(gathered.step, _factors(gathered))
+        self._past = _measured(gathered)
         line = self._line(gathered, record, context) if context.traces else None
         return Traced(line, None if past is None else past.step, used)
 
@@ -170,7 +169,7 @@ class Tracer:
         """
         own, past = gathered.applied, self._past
         stepped = own.seen > 0
-        if past is None or past.factors is None or not bool((own.seen != 0.0).all()):
+        if past is None or not bool((own.seen != 0.0).all()):
             return None
         if not bool(stepped.any()):
             left_out = bool((own.seen == LEFT_OUT).all())
@@ -180,20 +179,21 @@ class Tracer:
         if not bool(stepped.all()) or not math.isfinite(total) or total <= 0.0:
             return None
         holds = own.squared > 0.0
-        squares, errors = own.squared[holds], own.error[holds]
+        squares, errors = own.squared[holds], (own.error + own.factor.square() * past.errors)[holds]
         factors = (own.factor * past.factors)[holds]
         factor = (factors * squares).sum() / total
         apart = (1.0 - factor / factors).square() * (squares - errors).clamp(min=0.0)
         return Used(float(factor), math.sqrt(float(errors.sum() + apart.sum()) / total))
 
 
-def _factors(gathered: Gathered) -> Tensor | None:
+def _measured(gathered: Gathered) -> _Measured | None:
+    """Return what the next measurement's optimizer is compared with; None where the aggregate is not known."""
     reduced = gathered.reduced
     if not on_all(reduced.seen):
         return None
     moved = (reduced.handed_seen > 0) & (reduced.squared > 0.0)
-    handed = torch.where(moved, reduced.handed_factor, torch.ones_like(reduced.handed_factor))
-    return handed * gathered.loss.scale[0]
+    factors = torch.where(moved, reduced.handed_factor, 1.0) * gathered.loss.scale[0]
+    return _Measured(gathered.step, factors, torch.where(moved, reduced.handed_error, 0.0))
 
 
 def _versions() -> dict[str, str]:

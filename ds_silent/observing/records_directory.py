@@ -172,7 +172,8 @@ class RunDirectory:
         assert self._background is not None
         assert self._summary is not None
         try:
-            files = open_files(claim.directory, self._config.tensorboard, resume_step=done or None)
+            traces = self._config.trace is not None
+            files = open_files(claim.directory, self._config.tensorboard, trace=traces, resume_step=done or None)
         except SinkError:
             claim.release()
             raise

@@ -17,10 +17,13 @@ from ds_silent.sinks.worker import Background
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]
 
 
-def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | None = None) -> FanOut:
+def open_files(
+    directory: str | Path, tensorboard: bool, *, trace: bool = False, resume_step: int | None = None
+) -> FanOut:
     """Open the sinks that write below ``directory``.
 
     Args:
+        trace: whether steps are traced.
         resume_step: the last step of the checkpoint; None: not known, the first record says where the run goes on.
 
     Raises:
@@ -28,7 +31,8 @@ def open_files(directory: str | Path, tensorboard: bool, *, resume_step: int | N
     """
     opened: list[Sink] = []
     try:
-        opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink, TraceSink)]
+        opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink)]
+        opened += [TraceSink(directory)] if trace else []
         if tensorboard:
             # Importing it costs a second and needs an optional package, so only who wants it pays.
             from ds_silent.sinks.tensorboard import TensorBoardSink

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_silent.commands.block_table import BEGIN, END, block_table, main, with_table
-from ds_silent.config import AlertConfig, SilentConsistencyConfig
+from ds_silent.config import AlertConfig, SilentConsistencyConfig, TraceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "block.md"
@@ -32,7 +32,7 @@ def test_every_key_has_a_row_with_its_default_and_its_bound() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block_table().splitlines()]
     assert all(line.count("|") == 5 for line in block_table().splitlines())
     named = [row[0].strip(" |`") for row in rows[2:] if "**" not in row[0]]
-    expected = keys(SilentConsistencyConfig().model_dump())
+    expected = keys(SilentConsistencyConfig(trace=TraceConfig()).model_dump())
     place = expected.index("alerts") + 1
     expected[place:place] = [f"alerts[].{key}" for key in AlertConfig.model_fields]
     assert named == expected

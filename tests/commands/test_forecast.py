@@ -135,3 +135,10 @@ def test_what_is_gathered_is_counted(ranks: int, stage: int, ids: int, sampled: 
         assert f"one all-gather of {(2 * 65536 + scalars) / 1024:.1f} KiB from each rank" in text
     assert f"{4 + 16 * (stage == 0)} B more for each layer of the model" in text
     assert (sampled or "row ids travel too, 12 B each") in text
+
+
+def test_the_trace_says_how_long_a_line_is() -> None:
+    assert "trace       each measured step is a line of trace.jsonl, of up to 47.36 KiB" in told({"trace": {}})
+    assert "each 10. measured step" in told({"trace": {"interval": 10}})
+    assert "trace" not in told({})
+    assert told({"trace": {}}).count("one all-gather of 144.2 KiB") == 1  # 16 KiB of sampled weights more than without

@@ -16,6 +16,7 @@ from ds_silent.frameworks.ddp import attach_ddp
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_metrics
 from ds_silent.trace import Step, read_trace
+from tests.frameworks.test_ddp_faults import signs
 from tests.observing.test_traced_trainings import hash64
 from tests.support.ddp_training import DDPCase, build
 from tests.support.distributed import run_distributed
@@ -65,8 +66,10 @@ def test_weights_in_use_are_those_in_low_precision_and_not_their_masters(tmp_pat
 class Loop:
     """A training of one rank or several under ``block``."""
 
-    def __init__(self, directory: str | Path, block: dict[str, Any] | None = None, hook: str | None = None):
-        self.model, self.optimizer = build(DDPCase(hook=hook))
+    def __init__(self, directory: str | Path, block: dict[str, Any] | None = None, hook: Any = None):
+        self.model, self.optimizer = build(DDPCase())
+        if hook is not None:
+            self.model.register_comm_hook(None, hook)
         block = {"output_dir": str(directory), "tensorboard": False, "trace": {}} | (block or {})
         self.observer = attach_ddp(self.model, self.optimizer, block)
         assert self.observer is not None
@@ -165,7 +168,7 @@ def sampled_rows(directory: str) -> None:
 
 def null(directory: str) -> None:
     Loop(f"{directory}/rows", {"coverage": False}).steps(1, 2).close()
-    Loop(f"{directory}/lossy", hook="fp16_compress_hook").steps(1, 2).close()
+    Loop(f"{directory}/lossy", hook=signs).steps(1, 2).close()
     loop = Loop(f"{directory}/nan").steps(1)
     with torch.no_grad():
         loop.model.module.embedding.weight[0, 0] = float("nan")
@@ -211,8 +214,8 @@ class Backwards(nn.Module):
         self.last, self.first, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, values: Tensor) -> Tensor:
-        hidden = self.first(values)
-        return (self.last(self.first(hidden)) * self.own).square().mean()
+        hidden = self.last(self.first(values))
+        return (self.first(hidden) * self.own).square().mean()
 
 
 def ordered(directory: str) -> list[int]:

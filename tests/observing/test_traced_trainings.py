@@ -24,6 +24,12 @@ CELLS = {
 """By number of ranks; each takes MICRO / ranks micro-batches per step."""
 
 
+LOW = (
+    *(Cell(kind, dtype) for kind in ("zero1", "zero2", "zero3", "megatron") for dtype in ("bf16", "fp16")),
+    *(Cell("ddp", "bf16"), Cell("fsdp2", "bf16"), Cell("zero1", "fp16", limit=1)),
+)
+
+
 def all_of(cells: tuple[Cell, ...], directory: str) -> list[Outcome]:
     return [train(cell, f"{directory}/{place}") for place, cell in enumerate(cells)]
 
@@ -125,6 +131,32 @@ def check_alike(trace: Trace, other: Trace) -> None:
             bound = 4.0 * (trace.head.rounding + other.head.rounding)  # type: ignore[operator]
             for name in ("sketch", "layer_norms", "layer_sketches"):
                 assert apart(getattr(one, name), getattr(two, name)) < bound, name
+
+
+def test_in_low_precision_what_is_scaled_is_unscaled(tmp_path: Path) -> None:
+    outcomes = run_distributed(all_of, 2, (LOW, str(tmp_path)), timeout=280)[0]
+    for place, (cell, outcome) in enumerate(zip(LOW, outcomes, strict=True)):
+        trace = read_trace(tmp_path / str(place))
+        unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}[cell.dtype]
+        for step, truth in zip(trace, outcome.truths, strict=True):
+            whole = folded(sketch64(truth.gradient, 1024), 256)
+            norm = sum(float((one**2).sum()) for one in truth.gradient) ** 0.5
+            assert step.local is not None
+            assert step.reduced is not None
+            assert apart(step.local.sketch, whole) < 16 * unit, cell  # the backward rounds too
+            assert apart(step.reduced.sketch, whole) < 16 * unit, cell
+            assert step.reduced.norm == pytest.approx(norm, rel=16 * unit)
+            assert step.loss == pytest.approx(truth.loss, rel=4 * unit)
+            assert step.objective is not None
+            assert step.objective.weight_sum == pytest.approx(1.0, rel=unit)
+            if step.step < STEPS:
+                assert step.applied is not None, cell
+                assert step.applied.factor == pytest.approx(CLIP / norm, rel=16 * unit), cell
+                assert step.applied.error < unit
+            assert step.weights is not None
+            tensors = zip(truth.weights, trace.head.tensors, strict=True)
+            wanted = np.concatenate([one.reshape(-1)[sampled(t.numel, t.samples)] for one, t in tensors])
+            assert (step.weights == wanted.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("ranks", CELLS)

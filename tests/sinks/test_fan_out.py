@@ -82,6 +82,9 @@ def test_the_configuration_decides_which_sinks_open(tensorboard: bool, tmp_path:
     sinks = open_files(tmp_path, tensorboard)
     assert names(sinks) == ["JsonlSink", "PerRankSink", "FactsSink", *["TensorBoardSink"] * tensorboard]
     sinks.close()
+    sinks = open_files(tmp_path, tensorboard=False, trace=True)
+    assert names(sinks) == ["JsonlSink", "PerRankSink", "FactsSink", "TraceSink"]
+    sinks.close()
     assert (tmp_path / "tensorboard").is_dir() is tensorboard
 
 

@@ -104,6 +104,7 @@ def test_without_a_trace_there_is_no_file(tmp_path: Path) -> None:
 # -- how long a line is ------------------------------------------------------------------------------------------------
 
 SHAPES = {  # layers, and trainable tensors
+    "Llama, 20.9 M": (8 + 2, 106),
     "TinyLlama, 1.1 B": (22 + 3, 22 * 9 + 3),
     "Qwen2.5 1.5 B, with biases": (28 + 3, 28 * 12 + 3),
     "GPT-2 XL, 1.6 B": (48 + 3, 48 * 12 + 4),

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
@@ -162,6 +163,8 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
         accumulation=accumulation,
         clipping=CLIP,
     )
+    if cell.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
+        get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(1234)
     model = Probe(None)
     config = case.config(directory, False) | {"silent_consistency": cell.block(directory)}
