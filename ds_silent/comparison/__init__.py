@@ -149,7 +149,9 @@ class _Comparer:
             if next_a is not None and next_b is not None and not (_like(next_a, begin[0]) and _like(next_b, begin[1])):
                 self._ended = f"step {next_a.step} and later ones: one of the two went on with other parameters"
                 next_a = next_b = None
-            yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor)
+            loads = next_a is None or next_b is None or next_a.head is not one.head or next_b.head is not other.head
+            moved = (None, None) if loads else (next_a, next_b)  # a checkpoint is no update
+            yield differences(self.pairs, begin, one, other, *moved, self.bounds.factor)
             if next_a is None or next_b is None:
                 return
             one, other = next_a, next_b

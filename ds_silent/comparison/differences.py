@@ -33,6 +33,8 @@ UNIT_ROUNDOFF = {
     "float16": 2.0**-11,
     "half": 2.0**-11,
 }
+SMALL = 0.1
+"""Of the median tensor's size: weights below it may be what rounding made of zeros."""
 UNSTABLE = 0.5
 """Correlation of two updates below which nothing but rounding made them."""
 RATE_ERROR = 1e-6
@@ -158,13 +160,26 @@ def _known(*arrays: Any) -> bool:
 
 
 def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
-    assert a.weights is not None
-    assert b.weights is not None
+    """The median element's difference over the tensor's root mean square; 0 of a small tensor that only noise moves."""
+    ones = [a.weights[pair.here].astype(float) for pair in pairs.tensors]  # type: ignore[index]
+    others = [b.weights[pair.there].astype(float) for pair in pairs.tensors]  # type: ignore[index]
+    sizes = np.array([(_rms(one), _rms(other)) for one, other in zip(ones, others, strict=True)]).reshape(-1, 2)
+    usual = float(np.median(sizes.max(1))) if len(sizes) else 0.0
     found = []
-    for pair in pairs.tensors:
-        one, other = a.weights[pair.here].astype(float), b.weights[pair.there].astype(float)
-        found.append(_length(other - one, one, other) if len(one) else math.nan)
+    for one, other, size in zip(ones, others, sizes, strict=True):
+        noise = size.max() < SMALL * usual and unlike(size[0], size[1], _alike(one, other))
+        found.append(0.0 if noise else _middle(np.abs(other - one), one, other))
     return np.array(found)
+
+
+def _middle(difference: Array, one: Array, other: Array) -> float:
+    if not len(one):
+        return math.nan
+    if np.array_equal(one, other, equal_nan=True):
+        return 0.0
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return math.inf
+    return float(np.median(difference) / max(_rms(one), _rms(other)))
 
 
 def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
@@ -173,19 +188,13 @@ def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
     for pair in pairs.tensors:
         if len(pair.here) and max(map(unit_roundoff, pair.dtypes)) <= UNIT_ROUNDOFF["fp32"]:
             one = a.weights[pair.here].astype(float)  # type: ignore[index]
-            off = np.linalg.norm(b.weights[pair.there] - one)  # type: ignore[index]
-            way = np.linalg.norm(one - begin.weights[pair.here])  # type: ignore[index]
-            found.append(0.0 if off == 0.0 else float(off / way) if way > 0.0 else math.inf)
+            off = float(np.linalg.norm(b.weights[pair.there] - one))  # type: ignore[index]
+            way = float(np.linalg.norm(one - begin.weights[pair.here]))  # type: ignore[index]
+            if begin is a:  # they began apart: the way is not known, but is shorter than the weights are
+                way = 0.1 * float(np.linalg.norm(one))
+            found.append(0.0 if off == 0.0 else off / way if way > 0.0 else math.inf)
     middle = float(np.median(found)) if found else 0.0
     return middle if math.isfinite(middle) else 0.0
-
-
-def _length(difference: Array, one: Array, other: Array) -> float:
-    if np.array_equal(one, other, equal_nan=True):
-        return 0.0
-    if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        return math.inf
-    return float(np.linalg.norm(difference) / max(np.linalg.norm(one), np.linalg.norm(other)))
 
 
 def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None:

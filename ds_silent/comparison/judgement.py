@@ -37,6 +37,7 @@ from ds_silent.comparison.pairing import Pairs
 
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
+STRAYED = 1e-3  # of weights at the first step that both have, where it is not the first of the trainings
 TIPPED = 0.05  # of the gradient of a layer, that a choice tipped by rounding may be
 DIVERGED = 10.0  # a loss and a norm over those of the first step
 UPDATE_SHARE = 5.0  # of the gradient's relative error that may be one of the median element's update
@@ -101,6 +102,7 @@ class Judge:
         self.unstable: set[int] = set()
         self.tipped: list[int] = []
         self.parted = self._found = False  # the second: within this step
+        self._weights_apart = np.zeros(tensors)  # at the last step
         self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
         self._start: tuple[float, float] | None = None  # loss and norm of the first step
         self._own = 0.0  # the largest distance of a reduced gradient from its own local ones so far
@@ -191,6 +193,8 @@ class Judge:
                 self.levels[link].learn(np.where(noise, 0.0, gradient.relative))
                 with np.errstate(all="ignore"):
                     self._lean(link, apart.a.step, np.where(noise, 0.0, np.log(gradient.ratio)))
+        if apart.weights is not None:
+            self._weights_apart = np.nan_to_num(apart.weights)
         if apart.wrong is not None:
             self._own = max(self._own, _largest(apart.wrong[0]), _largest(apart.wrong[1]))
         if apart.error is not None:
@@ -223,11 +227,10 @@ class Judge:
         if apart.weights is None:
             return None
         digits = np.array([2.0 * max(map(unit_roundoff, one.dtypes)) for one in self.pairs.tensors])
-        begin = first and apart.a.step <= 1
-        if begin:  # the same bits, or the same rounded
+        if first and apart.a.step <= 1:  # the same bits, or the same rounded
             bound = np.where([one.dtypes[0] == one.dtypes[1] for one in self.pairs.tensors], 0.0, digits)
         else:  # each has come to it by its own roundings
-            bound = np.maximum(digits, 1e-4 if first else self.levels["update"].allowed())
+            bound = np.maximum(digits, STRAYED if first else LEAST_GROWTH * np.maximum(self._weights_apart, digits))
         return self._finding("weights", apart.weights, np.maximum(bound, self.bounds.weights))
 
     def _loss(self, apart: Differences) -> Finding | None:

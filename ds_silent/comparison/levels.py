@@ -102,7 +102,7 @@ class Level:
         """
         level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
         if not self.steps:
-            return FIRST_MARGIN * level
+            return np.maximum(FIRST_MARGIN * level, at_least)
         grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
         factor = self._early if self.steps < EARLY_STEPS else grown
         most = np.maximum(LARGE * self.growth, 3.0 * level)

@@ -155,7 +155,7 @@ def test_a_tolerance_widens_the_bound(trained: Trained) -> None:
     assert compare(trained(), scaled).parted
     assert not compare(trained(), scaled, tolerance=0.02).parted
     assert compare(trained(), trained(fault="gradient-scaled"), tolerance=0.02).parted
-    with pytest.raises(ComparisonError, match="tolerance must be a relative difference from 0 to below 1, got 1.5"):
+    with pytest.raises(ComparisonError, match=r"tolerance must be a relative difference from 0 to below 1, got 1\.5"):
         compare(trained(), scaled, tolerance=1.5)
 
 
@@ -221,12 +221,13 @@ def test_rows_in_another_order(tmp_path: Path, trained: Trained) -> None:
 
 
 def test_steps_that_are_numbered_otherwise_are_paired_by_the_rows(tmp_path: Path, trained: Trained) -> None:
-    found = compare(
-        trained(), changed(trained(ranks=2), tmp_path / "b", lambda step: replace(step, step=step.step + 100))
-    )
+    def later(step: trace.Step) -> trace.Step:
+        return replace(step, step=step.step + 100)
+
+    found = compare(trained(), changed(trained(ranks=2), tmp_path / "b", later))
     assert (found.parted, found.paired_by, found.compared) == (False, "samples", 10)
     fault = trained(ranks=2, fault="rate", since=6)
-    late = compare(trained(), changed(fault, tmp_path / "c", lambda step: replace(step, step=step.step + 100)))
+    late = compare(trained(), changed(fault, tmp_path / "c", later))
     assert (late.step, late.step_of_b) == (6, 106)
     assert "at step 6 (106 of B)" in late.sentence
 
@@ -274,9 +275,18 @@ def test_weights_that_another_checkpoint_brought(tmp_path: Path, trained: Traine
     path.parent.mkdir()
     path.write_text("\n".join([trace.write_head(other.head), *lines]) + "\n")
     found = compare(trained(), path)
-    assert (found.step, found.link) == (5, "update")
-    assert found.links[1].link == "weights"
-    assert found.links[1].state == "follows"
+    assert (found.step, found.link, found.layer) == (6, "weights", "embedding")
+    assert str(found.cause).startswith("other weights, in ")
+    assert str(found.cause).endswith("; B went on from a checkpoint right before")
+
+
+def test_a_healthy_restart(tmp_path: Path, trained: Trained) -> None:
+    found = trace.read_trace(trained(ranks=2))
+    lines = [trace.write_head(found.head)]
+    for step in found:
+        lines += [trace.write_head(found.head)] * (step.step == 6) + [trace.write_step(step)]
+    (tmp_path / trace.NAME).write_text("\n".join(lines) + "\n")
+    assert not compare(trained(), tmp_path).parted
 
 
 def test_runs_that_both_went_on_from_a_checkpoint(tmp_path: Path, trained: Trained) -> None:
