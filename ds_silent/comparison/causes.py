@@ -243,7 +243,8 @@ def _applied(case: Case) -> Said:
     norms = [None if step.reduced is None else step.reduced.norm for step in (one, other)]
     said = []
     for name, c, norm in zip("AB", used, norms, strict=True):
-        said.append(f"{name} clips to {c * norm:.4g}" if c < 1.0 and norm is not None else f"{name} uses {c:.4g} of it")
+        clips = f"clips to {c * norm:.4g}" if 0.0 < c < 1.0 and norm is not None else f"uses {c:.4g} of it"
+        said.append(f"{name} {clips if c else 'leaves the step out'}")
     return f"another clip factor: {', '.join(said)}", factor, "clip"
 
 

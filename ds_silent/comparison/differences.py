@@ -4,7 +4,7 @@
     apart.local.relative         # (layers,) |B - A| over the larger of the two; NaN where it cannot be known
 
 Sketches of two trainings of the same shapes subtract, so that the length of a difference is known to 9 % with 64
-numbers; norms of layers are exact.
+numbers. Norms of layers are those of their sketches: two whose tensors lie elsewhere tell of large factors only.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ SMALL = 0.1
 """Of the median tensor's size: weights below it may be what rounding made of zeros."""
 UNSTABLE = 0.5
 """Correlation of two updates below which nothing but rounding made them."""
+NORM_ERROR = 6.0
+"""Standard errors of a norm by its sketch, where the two sketches have other signs."""
 RATE_ERROR = 1e-6
 """Relative; rates are computed in fp64 or kept in fp32."""
 
@@ -53,14 +55,16 @@ class Apart:
     Attributes:
         relative: length of the difference over the larger length.
         cosine: of the two; NaN where only norms are known.
-        ratio: B's norm over A's.
+        ratio: B's norm over A's; NaN where the sketches' error is all that it tells.
         share: A's norm over that of the whole gradient.
+        whole: B's norm over A's, of the whole gradient.
     """
 
     relative: Array
     cosine: Array
     ratio: Array
     share: Array
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -202,26 +206,29 @@ def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None
         return None
     here, there = [one.a for one in pairs.layers], [one.b for one in pairs.layers]
     norms, others = a.layer_norms[here].astype(float), b.layer_norms[there].astype(float)
+    sketched = np.array([one.sketched for one in pairs.layers])
     with np.errstate(all="ignore"):
         largest = np.maximum(norms, others)
         apart = np.abs(norms - others) / largest
         ratio = others / norms
         share = norms / a.norm if a.norm > 0.0 else np.full_like(norms, math.nan)
         cosine = np.full(len(pairs.layers), math.nan)
-        sketched = np.array([one.sketched for one in pairs.layers])
         if sketched.any():
             ones, twos = _same_size(a.layer_sketches[here], b.layer_sketches[there])
             lengths = np.linalg.norm(ones, axis=1), np.linalg.norm(twos, axis=1)
             by_sketch = np.linalg.norm(twos - ones, axis=1) / np.maximum(*lengths)
             cosine = np.where(sketched, (ones * twos).sum(1) / (lengths[0] * lengths[1]), math.nan)
             apart = np.where(sketched, np.fmax(apart, by_sketch), apart)
+        blur = NORM_ERROR / math.sqrt(2.0 * max(1, min(a.layer_sketches.shape[1], b.layer_sketches.shape[1])))
+        apart = np.where(sketched, apart, np.maximum(apart - blur, 0.0))
+        ratio = np.where(sketched | (apart > 0.0), ratio, math.nan)
     both = norms == others
     nothing = both & (norms == 0.0)
     apart[nothing], ratio[nothing], cosine[nothing] = 0.0, 1.0, 1.0
     lost = np.isfinite(norms) != np.isfinite(others)
     apart[lost] = math.inf
     apart[~np.isfinite(norms) & ~np.isfinite(others)] = 0.0
-    return Apart(apart, cosine, ratio, share)
+    return Apart(apart, cosine, ratio, share, b.norm / a.norm if a.norm > 0.0 else math.nan)
 
 
 def _same_size(one: Any, other: Any) -> tuple[Array, Array]:
