@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
 from ds_silent.comparison.levels import (
+    CHAOS,
     EARLY_STEPS,
     FIRST_MARGIN,
+    FOLLOWS,
     HALF,
     LARGE,
-    LEAST_GROWTH,
+    NOISE,
     SATURATED,
     Bounds,
     Envelope,
@@ -91,11 +93,12 @@ class Judge:
     def __init__(self, bounds: Bounds, pairs: Pairs, envelope: Envelope | None = None):
         layers, tensors = len(pairs.layers), len(pairs.tensors)
         self.bounds, self.pairs, self.envelope = bounds, pairs, envelope
+        gradients = (NOISE, bounds.settled) if bounds.precision > HALF else (CHAOS, bounds.settled)
         self.levels = {
             "loss": Level(bounds.loss, 1),
-            "local": Level(bounds.gradient, layers),
-            "reduced": Level(bounds.gradient, layers),
-            "update": Level(bounds.update, tensors, LEAST_GROWTH),  # it follows the gradient's
+            "local": Level(bounds.gradient, layers, *gradients),
+            "reduced": Level(bounds.gradient, layers, *gradients),
+            "update": Level(bounds.update, tensors, FOLLOWS),
         }
         self.summaries: dict[str, Summary] = {}
         self.blind: int | None = None
@@ -230,7 +233,7 @@ class Judge:
         if first and apart.a.step <= 1:  # the same bits, or the same rounded
             bound = np.where([one.dtypes[0] == one.dtypes[1] for one in self.pairs.tensors], 0.0, digits)
         else:  # each has come to it by its own roundings
-            bound = np.maximum(digits, STRAYED if first else LEAST_GROWTH * np.maximum(self._weights_apart, digits))
+            bound = np.maximum(digits, STRAYED if first else FOLLOWS.least * np.maximum(self._weights_apart, digits))
         return self._finding("weights", apart.weights, np.maximum(bound, self.bounds.weights))
 
     def _loss(self, apart: Differences) -> Finding | None:
@@ -250,6 +253,7 @@ class Judge:
         values = np.where(_noise(gradient, self.bounds), 0.0, gradient.relative)
         middle = float(np.median(np.nan_to_num(values)))
         explained = min(SENSITIVITY * strayed, APART_FROM_OTHERS * max(middle, self.bounds.gradient))
+        explained *= self.bounds.precision <= HALF  # rounding to 16 bits is large at each step, and grows little
         allowed = self._allowed(link, level.allowed(coupled, explained))
         return self._finding(link, values, allowed)
 

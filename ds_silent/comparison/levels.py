@@ -7,9 +7,9 @@
 **What is allowed.** At the first step both trainings have the same weights, and what differs is rounding: a multiple of
 the coarser unit roundoff, which the head of each trace states. An update carries it into the weights, and the trainings
 grow apart, each step by about the same factor. So the difference of a step is held against the largest one before it,
-times a factor: five times the largest growth of one step that this very pair has shown, between ``LEAST_GROWTH`` and
-``MOST_GROWTH``. A layer may always differ as much as the median layer has. With a repetition of A, what A and its
-repetition differ by takes the place of that growth.
+times a factor: some times the largest growth of one step that this very pair has shown (:class:`Growth`). A layer may
+always differ as much as the median layer has. With a repetition of A, what A and its repetition differ by takes the
+place of that growth.
 
 **What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share and by more
 than it scatters, is a bias though it is within the bound. Trainings that grow apart lean too, but gradually: a bias
@@ -26,8 +26,8 @@ import numpy as np
 from ds_silent.comparison.differences import Array, unit_roundoff
 from ds_silent.trace import Head
 
-LEAST_GROWTH, MOST_GROWTH, EARLY_STEPS = 8.0, 100.0, 3
-MARGIN = 5.0  # over the largest growth of one step, and over a repetition's envelope
+EARLY_STEPS = 3
+MARGIN = 5.0  # over a repetition's envelope
 FIRST_MARGIN = 3.0  # over the bound, at the first step
 LARGE, SATURATED = 0.3, 0.3  # relative differences that are no rounding, and that tell nothing any more
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
@@ -48,6 +48,7 @@ class Bounds:
     factor: float
     weights: float  # beyond the digits of two dtypes
     precision: float  # unit roundoff
+    settled: float  # of the gradient, once a step has been seen
 
 
 def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
@@ -64,6 +65,7 @@ def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
         max(FACTOR_BOUND, 8.0 * u, least),
         least,
         u,
+        max(u if half else gradient, least),
     )
 
 
@@ -77,17 +79,43 @@ def _precisions(head: Head) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How much further apart two trainings may be at one step than at all before it.
+
+    Attributes:
+        least, most: of what is allowed.
+        early: while little growth has been seen.
+        margin: over the largest growth of one step that has been seen.
+    """
+
+    least: float
+    most: float
+    early: float
+    margin: float
+
+
+CHAOS = Growth(least=8.0, most=100.0, early=100.0, margin=5.0)
+"""Of rounding in fp32, which is far below what moves a training, so that it may grow for long."""
+NOISE = Growth(least=5.0, most=100.0, early=16.0, margin=3.0)
+"""Of rounding in 16 bits, which is as large at each step, whatever the ones before have left."""
+FOLLOWS = Growth(least=8.0, most=100.0, early=8.0, margin=5.0)
+"""Of an update, which grows as its gradient does."""
+
+
 class Level:
     """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone).
 
     Args:
         bound: what rounding explains at the first step.
         count: of the numbers.
-        early: growth of one step that is allowed while none has been seen.
+        growth: that is allowed from step to step.
+        settled: what rounding explains at least, once a step has been seen; as a rule the bound.
     """
 
-    def __init__(self, bound: float, count: int, early: float = MOST_GROWTH):
-        self.bound, self._early = bound, early
+    def __init__(self, bound: float, count: int, growth: Growth = CHAOS, settled: float | None = None):
+        self.bound, self._allows = bound, growth
+        self._settled = bound if settled is None else settled
         self.high = np.zeros(count)  # the largest so far
         self.median = 0.0
         self.growth = 1.0  # the largest of one step
@@ -100,20 +128,22 @@ class Level:
             coupled: what an earlier link of this step explains, and what grows as these numbers do.
             at_least: what the weights, which have come apart before this step, explain.
         """
-        level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
         if not self.steps:
-            return np.maximum(FIRST_MARGIN * level, at_least)
-        grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
-        factor = self._early if self.steps < EARLY_STEPS else grown
+            return np.maximum(FIRST_MARGIN * np.maximum(self.bound, coupled), at_least) * np.ones_like(self.high)
+        level, allows = np.maximum(self._known(), coupled), self._allows
+        grown = min(allows.most, max(allows.least, allows.margin * self.growth))
+        factor = allows.early if self.steps < EARLY_STEPS else grown
         most = np.maximum(LARGE * self.growth, 3.0 * level)
         return np.minimum(np.maximum(factor * level, at_least), most)
+
+    def _known(self) -> Array:
+        return np.maximum(np.maximum(self.high, self.median), self._settled)
 
     def learn(self, values: Array) -> None:
         """Take a step in that was found to be rounding."""
         values = np.where(np.isfinite(values), values, 0.0)
-        before = np.maximum(np.maximum(self.high, self.median), self.bound)
         if self.steps:
-            self.growth = max(self.growth, float((values / before).max(initial=0.0)))
+            self.growth = max(self.growth, float((values / self._known()).max(initial=0.0)))
         self.high = np.maximum(self.high, values)
         if len(values):
             self.median = max(self.median, float(np.median(values)))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ds_silent.comparison.levels import (
+    CHAOS,
     EARLY_STEPS,
     FIRST_MARGIN,
     LARGE,
-    LEAST_GROWTH,
     LEAST_STEPS,
     Bounds,
     Envelope,
@@ -36,7 +36,7 @@ def test_the_first_step_has_the_bound() -> None:
 def test_below_the_bound_nothing_is_learnt_of_growth() -> None:
     level = learnt([1e-8, 2e-7, 1e-7, 9e-7])
     assert level.growth == 1.0
-    assert level.allowed() == pytest.approx(LEAST_GROWTH * 1e-6)
+    assert level.allowed() == pytest.approx(CHAOS.least * 1e-6)
 
 
 @pytest.mark.parametrize("growth", [1.0, 1.5, 2.0, 4.0, 9.0])
@@ -100,7 +100,7 @@ def test_too_few_steps_say_nothing() -> None:
 
 
 def test_a_repetition_takes_the_place_of_growth() -> None:
-    bounds = Bounds(1e-6, 1e-6, 1e-5, 1e-4, 0.0, 2.0**-24)
+    bounds = Bounds(1e-6, 1e-6, 1e-5, 1e-4, 0.0, 2.0**-24, 1e-6)
     envelope, by_growth = Envelope(bounds), np.full(3, 0.5)
     assert (envelope.allowed("local", by_growth) == by_growth).all()
     envelope.learn("local", np.zeros(3))  # the repetition had every bit of A: nothing is known of growth
