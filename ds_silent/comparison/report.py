@@ -7,6 +7,7 @@ write_json(found, "compare.json"); write_junit(found, "compare.xml")
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -73,7 +74,11 @@ def _cells(one: LinkResult) -> tuple[str, ...]:
         return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
     exact = one.link in ("rows", "rates")
     largest = "" if exact or not one.largest else f"{one.largest:.2g}"
-    share = "" if exact or not one.share else (f"{one.share:.0%}" if one.share < 10.0 else f"{one.share:.2g} times")
+    share = (
+        ""
+        if exact or not one.share
+        else (f"{one.share:.0%}" if not 10.0 <= one.share < math.inf else f"{float(f'{one.share:.2g}'):,.0f} times")
+    )
     return PHRASES[one.link], STATES[one.state], step, str(one.compared), str(one.equal), largest, share
 
 
