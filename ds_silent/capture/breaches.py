@@ -59,9 +59,10 @@ class BreachCheck:
     def code(self, step: int) -> float:
         """Return a short hash of this rank's breaches at ``step``; 0 where there are none."""
         broken = [self._safely(rule, rule.breaches) or () for rule in list(self._rules)]
+        self._found.pop(step, None)  # a step that is taken again is the newest
         self._found[step] = found = tuple(breach for breaches in broken for breach in breaches)
         while len(self._found) > _REMEMBERED:
-            del self._found[min(self._found)]
+            del self._found[next(iter(self._found))]
         return _code_of(found)
 
     def _safely(self, rule: Rule, function: Any, *arguments: Any, **keywords: Any) -> Any:

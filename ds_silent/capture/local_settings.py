@@ -141,9 +141,10 @@ class LocalSettings:
         if not self._modes:
             self.look_at_modes()
         look = self._look()
+        self._looks.pop(step, None)  # a step that is taken again is the newest
         self._looks[step] = look
         while len(self._looks) > _REMEMBERED:
-            del self._looks[min(self._looks)]
+            del self._looks[next(iter(self._looks))]
         on_device: float | Tensor = 0.0
         if look.on_device:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])

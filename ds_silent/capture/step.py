@@ -42,7 +42,7 @@ from ds_silent.capture.traced import TraceCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.layout import GATHER_LIMIT, ExchangeShape
-from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status
+from ds_silent.exchange.observation import BROKE, Applied, Observation, Reduced, Status, Wishes
 from ds_silent.framework import Framework, Moments, Promise, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
@@ -241,9 +241,8 @@ class StepCapture:
         self.layer_names, layers = layers_of(list(framework.names))
         self.clip = framework.clip
         self._checksums = LayerChecksums(framework.numels, layers, self.device)
-        keep = None
-        if config.respond.on_aggregation_error == "retry" and config.reduction != "ordered":
-            keep = framework.keep_for_again
+        retries = config.respond.on_aggregation_error == "retry" and config.reduction != "ordered"
+        keep = framework.keep_for_again if retries else None
         checks = config.integrity.aggregation or config.trace is not None
         self._sends_aggregates = checks and config.direction.method != "off"  # by layer
         self._sends_layers = config.direction.per_layer or self._sends_aggregates
@@ -288,8 +287,6 @@ class StepCapture:
         """Put the framework's hooks in place."""
         self._patches.add(self.loaders.connect())
         self.settings.autocast.connect(self._patches, self.guard.local)
-        if self.traced is not None:
-            self._patches.also(self.traced.order.end)
         self.breach_check.connect(self._patches)  # first: who closes in a framework's hook takes no later hook away
         self.framework.connect(moments)
 
@@ -328,6 +325,11 @@ class StepCapture:
             self.moments.exchange()
         return self._guarded(lambda: self._observed(replica))
 
+    def said(self, status: Status[float | Tensor], wishes: Wishes[float | Tensor]) -> None:
+        """Take what this rank says in the step's observation beside what it has seen: it says so again."""
+        if self._before is not None:
+            self._before = replace(self._before, status=status, wishes=wishes)
+
     def observation_again(self) -> Observation:
         """The same observation with what a repeated reduction has brought, without the replica's checksum."""
         return self._guarded(self._observed_again)
@@ -339,10 +341,9 @@ class StepCapture:
         moments, local = self.moments, self._local
         scale, hashes = self.framework.scale(moments.scale), self._hashes(replica)
         code = replace(self.settings.code(self.step), breaches=self.breach_check.code(self.step))
-        objective = self.settings.objective.numbers()
-        loss = moments.forwards.observed(scale)
+        objective, loss = self.settings.objective.numbers(), moments.forwards.observed(scale)
         sketches, squares = moments.aggregate.take_local()
-        rows, weights = (None, None) if self.traced is None else self.traced.observed(moments.plan.traces)
+        traced = {} if self.traced is None else self.traced.observed(moments.plan.traces)
         self._before = Observation(
             loss=loss,
             local=local.observed(squares.sum(), moments.gram),
@@ -355,8 +356,7 @@ class StepCapture:
             ids=self.rows.take(squares.device),
             layer_sketches=sketches if self._sends_layers and local.sketching else None,
             gram=moments.gram,
-            rows=rows,
-            weights=weights,
+            **traced,
         )
         return self._with_aggregate(self._before, hashes)
 

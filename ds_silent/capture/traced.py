@@ -1,13 +1,13 @@
 """What a trace needs of a step beside what is observed anyway: all rows, a few weights, the rates, an order.
 
 traced = TraceCapture(framework, guard, rows)
-rows, weights = traced.observed(due=True)       # between the reduction and the update, before the ids are taken
-traced.rates                                    # that the update is about to take
+traced.observed(due=True)  # between the reduction and the update, before the ids are taken
+traced.rates               # that the update is about to take
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 from ds_silent.capture.batch_rows import RowIds
 from ds_silent.capture.forward_order import ForwardOrder
@@ -30,11 +30,12 @@ class TraceCapture:
         self._framework, self._rows = framework, rows
         self.samples, self.order = WeightSamples(framework), ForwardOrder(framework, guard)
         self.rates: tuple[float | None, ...] = ()
+        framework.patches.also(self.order.end)
 
-    def observed(self, due: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return this rank's part of the step's rows and weights; ``due``: the step gets a line."""
+    def observed(self, due: bool) -> dict[str, Any]:
+        """Return what an observation holds beside: this rank's part of all rows and weights; ``due``: of this step."""
         if not due:
-            return None, None
+            return {}
         optimizers = self._framework.optimizers()
         self.rates = tuple(number(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups)
-        return self._rows.hashed(self._framework.device), self.samples.values()
+        return {"rows": self._rows.hashed(self._framework.device), "weights": self.samples.values()}

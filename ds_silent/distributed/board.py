@@ -53,17 +53,20 @@ class Board:
     def __init__(self, topic: str, ranks: Sequence[int]):
         self._name = meeting(topic, ranks)
         self._store, self._me = store_of_all(), dist.get_rank()
-        self._left: deque[int] = deque()
+        self._left: deque[str] = deque()  # keys
+        self._newest, self._times_back = -1, 0
 
     def leave(self, step: int, said: object) -> None:
-        """Leave what this rank has to say of a step; JSON values."""
+        """Leave what this rank has to say of a step; JSON values. A step before the last one begins another round."""
         if self._store is None:
             return
-        self._store.set(self._key(step, self._me), json.dumps(said))
-        if step not in self._left:
-            self._left.append(step)
+        self._times_back += step < self._newest
+        self._newest, key = step, self._key(step, self._me)
+        self._store.set(key, json.dumps(said))
+        if key not in self._left:
+            self._left.append(key)
         if len(self._left) > KEPT:
-            self._store.delete_key(self._key(self._left.popleft(), self._me))
+            self._store.delete_key(self._left.popleft())
 
     def heard(self, step: int, rank: int, wait: timedelta | None = None) -> Any:
         """Read what a rank has left of a step, waiting at most ``wait``; None where there is nothing."""
@@ -80,4 +83,4 @@ class Board:
         return json.loads(self._store.get(key))
 
     def _key(self, step: int, rank: int) -> str:
-        return f"{self._name}/{step}/{rank}"
+        return f"{self._name}/{self._times_back}/{step}/{rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,21 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCa
     collective(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group))
     largest, smallest = both.cpu().chunk(2)
     return (largest == ~smallest).view(mine.shape)
+
+
+_kept: list[object] = []
+
+
+def keep_to_the_end(last: object) -> None:
+    """Let what holds the buffers of a last collective, for which nobody waits, live as long as the process.
+
+    Where a thread of gloo holds a tensor's last reference, it needs Python's lock to release it. If Python is ending
+    just then, that ends the process with SIGABRT ("terminate called without an active exception").
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(last))  # clearing the list as Python ends frees nothing
+    for before in _kept:  # its collective is long over
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(before))
+    _kept[:] = [last]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,9 @@ class AppliedChecker:
     def check(self, gathered: Gathered) -> AppliedCheck | None:
         """Return what this observation says of the step before; None where nothing can be said."""
         past, seen = self._past, gathered.applied.seen
-        if past is None or not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
+        if past is None or past.step >= gathered.step:
+            return None  # the training has gone back: what was applied last is not in its weights any more
+        if not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
             return None
         if self._clip > 0.0 and self._whole_norm is not None:
             norm = self._whole_norm(past.step)

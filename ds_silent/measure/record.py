@@ -9,6 +9,7 @@ A gradient that was not captured whole on every rank gives null, never a number 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from ds_silent.framework import Promise
 from ds_silent.maths import statistics
 from ds_silent.measure.evidence import Evidence, LabelWeights, LayerValues
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
+from ds_silent.trace import Traced
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Context:
     undivided: bool = False  # each micro-batch's backward began with a whole mean
     beside: int = 0  # see Evidence
     accumulation: int = 1  # micro-batches of a step, as the script says
-    traces: bool = False  # the step gets a line of the trace
+    trace: Callable[[Gathered, StepRecord, Context], Traced] | None = None  # makes what the step adds to a trace
+    traces: bool = False  # it gets a line there
     rates: tuple[float | None, ...] = ()  # of each parameter group, in such a step
 
 

@@ -206,9 +206,10 @@ class ReductionChecker:
 
     def micro_batches(self, step: int, sketches: Tensor) -> None:
         """(N, A, L, m) float64 of ``step``, ahead of its observations."""
+        self._micro_batches.pop(step, None)  # a step that is taken again is new
         self._micro_batches[step] = sketches
-        for old in sorted(self._micro_batches)[:-_FEW]:
-            self._micro_batches.pop(old, None)
+        for old in list(self._micro_batches)[:-_FEW]:
+            del self._micro_batches[old]
 
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
         aggregate = gathered.layer_aggregate

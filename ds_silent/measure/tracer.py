@@ -2,7 +2,7 @@
 
 tracer = Tracer(capture, config, layout)        # on the writing rank
 tracer.begin()                                  # on the training's thread, as the first traced step ends
-record = replace(record, traced=tracer.step(gathered, record, context))      # once per measured step, in order
+record = replace(record, traced=tracer.step(gathered, record, context))     # once per measured step, in order
 
 What the optimizer used of a step is known with the next measured one, so a step's line is complete only then
 (:class:`ds_silent.sinks.trace_file.TraceSink`).
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,20 +22,18 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import LEFT_OUT, EachRank, Gathered, Sums, on_all
 from ds_silent.exchange.row_ids import all_rows
-from ds_silent.extras import installed, version_of
 from ds_silent.framework import layers_of
 from ds_silent.maths.rounding_bound import step_rounding
 from ds_silent.maths.sketch import fold
 from ds_silent.measure.record import Context
 from ds_silent.records import StepRecord
 from ds_silent.rules.settings_in_force import settings_in_force
+from ds_silent.sinks.run_directory import versions_of
 from ds_silent.trace import Gradient, Head, Layer, Rows, Step, Traced, Used, Weighed, layer_size
 from ds_silent.trace import Tensor as TracedTensor
 from ds_silent.trace.form import Floats
 
 logger = logging.getLogger("ds_silent")
-PACKAGES = ("deepspeed", "megatron-core", "transformers", "trl", "accelerate", "lightning", "numpy")
-"""Whose versions a head names, where the training has imported them."""
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -98,7 +94,7 @@ class Tracer:
             ),
             sketch_size=self._layout.size,
             settings=self._settings(),
-            versions=_versions(),
+            versions=versions_of(framework.words.framework),
         )
 
     def _settings(self) -> dict[str, dict[str, object]]:
@@ -198,15 +194,10 @@ def _measured(gathered: Gathered) -> _Measured | None:
     return _Measured(gathered.step, factors, torch.where(moved, reduced.handed_error, 0.0))
 
 
-def _versions() -> dict[str, str]:
-    packages = (name for name in PACKAGES if name.partition("-")[0] in sys.modules and installed(name))
-    known = {name: version_of(name) for name in ("ds_silent", "torch", *packages)}
-    return {"python": sys.version.split()[0], **{name: one for name, one in known.items() if one is not None}}
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _floats(values: Tensor) -> Floats:
-    return np.asarray(values.numpy(), dtype=np.float32)
+    found: Floats = values.float().numpy()
+    return found

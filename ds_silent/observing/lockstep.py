@@ -50,6 +50,11 @@ class Lockstep:
         return self.base + self.count
 
     @property
+    def boundary(self) -> int:
+        """Return the number of the step under way in this process, which no checkpoint takes back."""
+        return self.count % EXACT
+
+    @property
     def whole(self) -> bool:
         """Tell whether the step under way was observed from its beginning; not after a step that was left out."""
         return self.reductions <= self.allowed
@@ -75,7 +80,7 @@ class Lockstep:
     def status(self, step: int, own: Status[float | Tensor]) -> Status[float | Tensor]:
         """Add to an observation's status ``own`` where this rank is; ``step`` is the framework's own."""
         failed = own.failed if own.failed or not self.unstepped else ASTRAY
-        return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.count % EXACT))
+        return replace(own, failed=failed, step=float(step % EXACT), boundary=float(self.boundary))
 
     def of(self, arrived: Arrived) -> tuple[Lockstep, Event | None]:
         """Do as :meth:`read`, by what all ranks know; a rank that knows more words the event more exactly."""

@@ -151,6 +151,7 @@ class Observer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew."""
+        self._guard.cleanup(self._steps.publish_early, self._closed)  # what is under way was taken before the way back
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise

@@ -7,6 +7,7 @@ publisher.early(arrived, closed=False)           # no collective: what is under 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -55,23 +56,28 @@ class Publisher:
         self.shuffles: bool | None = None
         self._model = model_of(capture)
         self._ended: float | None = None  # when the last step did
-        self._contexts: dict[int, Context] = {}  # of the steps whose observations are under way
-        self._written = -1  # step of the newest record
+        self._contexts: dict[int, Context] = {}  # by boundary, of the steps whose observations are under way
+        self._early: set[int] = set()  # boundaries of those that are written already
+        self._newest = -1  # step of the newest record
         self._parting: tuple[object, ...] = ()  # at the step before
 
     # -- what this rank knows of a step by itself ------------------------------------------------------------------
 
-    def step_ended(self, step: int, measured: bool, now: float, observing: float) -> None:
-        """Keep the context of a step that has ended at ``now``, of which the observer took ``observing`` seconds."""
+    def step_ended(self, boundary: int, measured: bool, now: float, observing: float) -> None:
+        """Keep the context of a step that has ended at ``now``, of which the observer took ``observing`` seconds.
+
+        Args:
+            boundary: its number in this process: behind a checkpoint that was loaded, a step may be under way twice.
+        """
         if measured and self.recorder.writes:
             duration = None if self._ended is None else now - self._ended
-            self._contexts[step] = self._context(Seconds(duration, observing))
+            self._contexts[boundary] = self._context(Seconds(duration, observing))
         self._ended = now
 
-    def cut_short(self, step: int) -> None:
+    def cut_short(self, boundary: int) -> None:
         """Keep the context of a step that does not end, because the training does."""
         if self.recorder.writes:
-            self._contexts.setdefault(step, self._context(Seconds()))
+            self._contexts.setdefault(boundary, self._context(Seconds()))
 
     def _context(self, seconds: Seconds) -> Context:
         capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
@@ -98,6 +104,7 @@ class Publisher:
             objective.items is None and objective.is_undivided(capture.framework.micro_batches),
             objective.counted_beside(capture.shape.ranks),
             capture.framework.micro_batches,
+            None if self._tracer is None else self._tracer.step,
             capture.moments.plan.traces,
             () if capture.traced is None else capture.traced.rates,
         )
@@ -114,7 +121,7 @@ class Publisher:
         if on_any(known.wishes.compare):
             self._replicas.due = True
         if on_any(known.status.nothing):
-            self._contexts.pop(known.step, None)
+            self._contexts.pop(_boundary_of(known), None)
             return False
         if on_any(known.wishes.diagnose):
             guard.agreed(capture.kept.ask)
@@ -125,7 +132,7 @@ class Publisher:
             self._replicas.due = True
         self._parting = parting
         drift = self._replicas.localise(guard.collective) if self._replicas.differ(known) else None
-        guard.local(self._write, arrived, drift)
+        guard.local(self._in_turn, arrived, drift)
         guard.local(self._note_same_draws, known)  # behind the record: a callback may publish what is under way
         return on_any(known.wishes.stop)
 
@@ -135,16 +142,23 @@ class Publisher:
         stop, diagnose = self.recorder.ends is not None, self.recorder.wants_micro_batches
         return Wishes(float(stop), float(diagnose), float(compare))
 
+    def _in_turn(self, arrived: Arrived, drift: Drift | None) -> None:
+        """Write a step whose turn has come, or judge it with ``drift`` where it was published early."""
+        boundary = _boundary_of(arrived.known)
+        if boundary in self._early:
+            self._early.remove(boundary)
+            self.recorder.settle(drift, arrived.step)
+        else:
+            self._write(arrived, drift)
+
     def _write(self, arrived: Arrived, drift: Drift | None, wait: bool = False) -> None:
         """Write a step's record and judge it. ``wait``: it was published early, and is judged with ``drift`` later."""
-        step = arrived.step
-        if step <= self._written:
-            self.recorder.settle(drift, step)
-            return
-        self._written = step
-        log = self._responder.take(step)
+        step, context = arrived.step, self._contexts.pop(_boundary_of(arrived.known), None)
+        log = self._responder.take(step if step > self._newest else math.inf)  # gone back: what waits is of before
+        self._newest = step
         if self.recorder.writes:
-            self.recorder.step(lambda: self._everything(arrived), self._contexts.pop(step), drift, log, wait)
+            assert context is not None
+            self.recorder.step(lambda: self._everything(arrived), context, drift, log, wait)
 
     def _everything(self, arrived: Arrived) -> Gathered:
         return arrived.all if self._model is None else self._model.exchange(arrived.all)
@@ -155,7 +169,8 @@ class Publisher:
         known = arrived.known
         if on_any(known.status.nothing):
             return
-        if known.step > self._written:
+        if (boundary := _boundary_of(known)) not in self._early:
+            self._early.add(boundary)  # first: a callback may publish
             self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # no rank is asked any more what it is that differs
             unlike = self._capture.settings_check.unasked(arrived), self._capture.breach_check.unasked(arrived)
@@ -182,6 +197,11 @@ class Publisher:
         """Judge what still waits, as the training ends at ``step``: the tensors that differ stay unnamed."""
         self.recorder.settle(None)
         self.recorder.repairs(self._responder.take(step).repairs)
+
+
+def _boundary_of(known: Gathered) -> int:
+    """Return the number of a step in this process; ranks that count otherwise have stopped observing."""
+    return int(known.status.boundary[0])
 
 
 def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, ...]:
@@ -219,5 +239,5 @@ def make_publisher(
     beside = not (responds or monitored or model_of(capture) is not None)
     ranks_comparable = framework.ranks_comparable
     tracer = Tracer(capture, config, layout) if config.trace is not None and home.sinks is not None else None
-    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside, tracer)
+    recorder = Recorder(home.sinks, config, checker, layout, members, framework.words, ranks_comparable, beside)
     return Publisher(capture, recorder, replicas, responder, tracer)

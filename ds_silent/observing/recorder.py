@@ -26,7 +26,6 @@ from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure, without_overflow
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
-from ds_silent.measure.tracer import Tracer
 from ds_silent.records import Event, EventKind, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.repair_event import repair_event
@@ -112,24 +111,40 @@ class _Judgement:
     """Make a record of what was gathered, and judge it; keep what both need from step to step."""
 
     def __init__(
-        self,
-        config: SilentConsistencyConfig,
-        checker: ReductionChecker,
-        layout: Layout,
-        words: Words,
-        alike: bool,
-        tracer: Tracer | None,
+        self, config: SilentConsistencyConfig, checker: ReductionChecker, layout: Layout, words: Words, alike: bool
     ):
-        detectors = config.detectors
-        self.checker, self._layout, self._alike, self._tracer = checker, layout, alike, tracer
-        self.judge = Judge(detectors, config.interval, words, alike, config.effects) if detectors.enabled else None
+        self.checker, self._layout, self._alike = checker, layout, alike
+        self._config, self._words = config, words
+        self._told: list[Event] = []  # by others than the judge
+        self._newest: int | None = None  # step of the record before
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was learned, but not what others have told."""
+        config, detectors = self._config, self._config.detectors
+        judge = Judge(detectors, config.interval, self._words, self._alike, config.effects)
+        self.judge = judge if detectors.enabled else None
+        for event in self._told:
+            judge.told(event)
         self._tracker = RowTracker()
         self._tracker.deal.declared = declared(detectors.dealt)
+        self._newest = None
+
+    def told(self, event: Event) -> None:
+        """Take in a fault that the judge has not found; see :meth:`ds_silent.detectors.Judge.told`."""
+        self._told.append(event)
+        if self.judge is not None:
+            self.judge.told(event)
 
     def measured(
         self, gathered: Gathered, context: Context, drift: Drift | None, log: ResponseLog, unlike: tuple[Unlike, ...]
     ) -> tuple[StepRecord, Evidence]:
         """Return the record, and what is to be judged; see :meth:`Recorder.step`."""
+        if self._newest is not None and gathered.step <= self._newest:
+            said = "ds_silent: after step %d comes step %d again, and no observer's state with it: judging starts anew"
+            logger.warning(said, self._newest, gathered.step)
+            self.begin_anew()
+        self._newest = gathered.step
         gathered = without_overflow(gathered)
         record = measure(gathered, self._layout, context)
         coverage, evidence = row_evidence(gathered, self._tracker, context)
@@ -137,8 +152,8 @@ class _Judgement:
         record = replace(record, coverage=coverage, integrity=stats, data=self._tracker.deal.newest)
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = replace(record, noise_scale=None)
-        if self._tracer is not None:
-            record = replace(record, traced=self._tracer.step(gathered, record, context))
+        if context.trace is not None:
+            record = replace(record, traced=context.trace(gathered, record, context))
         return record, replace(evidence, reduction=reduction, unlike=unlike)
 
     def state_dict(self, rows_waiting: bool) -> dict[str, Any]:
@@ -148,6 +163,7 @@ class _Judgement:
 
     def load_state_dict(self, state: dict[str, Any], ranks: int) -> int | None:
         """Continue from :meth:`state_dict`; return how many ranks it was of, where that is another number."""
+        self.begin_anew()  # in the middle of a training something was learned since
         try:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
@@ -184,7 +200,6 @@ class Recorder:
         words: Words = TORCH,
         alike: bool = True,  # see ds_silent.framework.Framework.ranks_comparable
         beside: bool = False,
-        tracer: Tracer | None = None,
     ):
         self.writes = sink is not None
         self.ends: Event | None = None
@@ -193,8 +208,7 @@ class Recorder:
         self._sink = FanOut([]) if sink is None else sink
         self._judgement: _Judgement | None = None
         if sink is not None and config is not None and checker is not None and layout is not None:
-            self._judgement = _Judgement(config, checker, layout, words, alike, tracer)
-        self._judge = None if self._judgement is None else self._judgement.judge
+            self._judgement = _Judgement(config, checker, layout, words, alike)
         self._members, self._ending = tuple(members), _ENDS["never" if config is None else config.detectors.stop_on]
         self._newest: StepRecord | None = None
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
@@ -268,9 +282,10 @@ class Recorder:
             self._report(repair_event(repair, len(self._members)))
 
     def _judged(self, record: StepRecord, evidence: Evidence) -> None:
-        if self._judge is not None:
-            events = self._judge.step(record, evidence)
-            self._sink.write_scores(self._judge.scores)
+        judge = None if self._judgement is None else self._judgement.judge
+        if judge is not None:
+            events = judge.step(record, evidence)
+            self._sink.write_scores(judge.scores)
             for event in events:
                 self._report(event)
 
@@ -283,8 +298,8 @@ class Recorder:
             self.ends = event
         self._parted |= event.kind in PARTING and event.severity != "info" and event.phase != "ongoing"
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
-        if others and self._judge is not None:  # of the preflight, of a resume
-            self._judge.told(event)
+        if others and self._judgement is not None:  # of the preflight, of a resume
+            self._judgement.told(event)
         self._sink.write_event(event)
         self._beside.found(event)
 
@@ -295,20 +310,22 @@ class Recorder:
         return self._newest
 
     def settle(self, drift: Drift | None, step: int | None = None) -> None:
-        """Judge the records that waited, up to ``step``, to which ``drift`` belongs; None: the tensors stay unnamed."""
+        """Judge the first record that waits, if it is of ``step``, with its ``drift``; or all, the tensors unnamed."""
         self._beside.wait()
-        while self._unjudged and (step is None or self._unjudged[0][0].step <= step):
+        while self._unjudged and step in (None, self._unjudged[0][0].step):
             record, evidence = self._unjudged.pop(0)
-            reduction = evidence.reduction
-            if drift is not None and reduction is not None and record.step == step:
-                reduction = replace(reduction, drift=drift)
-            self._judged(record, replace(evidence, reduction=reduction))
+            if drift is not None and evidence.reduction is not None:
+                evidence = replace(evidence, reduction=replace(evidence.reduction, drift=drift))
+            self._judged(record, evidence)
+            if step is not None:
+                break
         self._beside.call()
 
     def end_unlike(self, unlike: tuple[Unlike, ...], step: int) -> None:
         """Report what was found in the last observation of all, and not before."""
         self._beside.wait()
-        for event in self._judge.unlike(step, unlike) if self._judge is not None else []:
+        judge = None if self._judgement is None else self._judgement.judge
+        for event in [] if judge is None else judge.unlike(step, unlike):
             self._report(event)
         self._beside.call()
 

@@ -27,7 +27,7 @@ from ds_silent.capture.step import StepCapture, StepPlan
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.guard import CollectiveCall
-from ds_silent.exchange.collectives import Arrived, gather_on_host
+from ds_silent.exchange.collectives import Arrived, gather_on_host, keep_to_the_end
 from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
@@ -107,8 +107,7 @@ class StepLoop:
         if boundary:
             self._guard.state = self.lockstep.reduction()
             if not self.lockstep.whole:
-                # A step was left out after the last reduction: the others' observations of it wait for this rank's,
-                # and they for the reduction. So it is sent now, and says so.
+                # a step was left out behind the last reduction: the others wait for this rank's observation of it
                 self._exchange_step(self._capture.step)
                 self._end_step(self._capture.step)
         return self._capture.moments.micro_batch_ended(boundary)
@@ -175,8 +174,9 @@ class StepLoop:
                 observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
             wishes = self._guard.local(self.publisher.wishes)
         status = self.lockstep.status(step, observation.status)
-        self._guard.state = self.lockstep.sent()
-        return replace(observation, status=status, wishes=wishes or Wishes())
+        self._guard.state, wishes = self.lockstep.sent(), wishes or Wishes()
+        self._capture.said(status, wishes)
+        return replace(observation, status=status, wishes=wishes)
 
     def _respond(self, plan: StepPlan, step: int, asked: bool, act: Callable[[], None]) -> None:
         """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""
@@ -192,7 +192,7 @@ class StepLoop:
     def _end_step(self, step: int) -> None:
         """Forget the step, plan the next one, and let the responses look at what was updated."""
         now, plan, publisher = time.perf_counter(), self.plan, self.publisher
-        self._guard.local(publisher.step_ended, step, plan.measures, now, self._observe_seconds)
+        self._guard.local(publisher.step_ended, self.lockstep.boundary, plan.measures, now, self._observe_seconds)
         self._guard.local(publisher.recorder.deliver)
         self._capture.moments.end_step()
         self._guard.state = self.lockstep.passed()
@@ -218,12 +218,13 @@ class StepLoop:
         if not self._guard.over and dist.is_initialized():
             step, goodbye = self._capture.step, Observation(Status(failed=LEFT))
             self._guard.run(lambda: self._exchange.post(step, goodbye, self._guard))
+            keep_to_the_end(self._exchange)
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
         writes = self.publisher.recorder.writes
         if self.measures(step):
-            self.publisher.cut_short(step)
+            self.publisher.cut_short(self.lockstep.boundary)
         self._publish()
         framework, directory = self._capture.framework, self._home.directory
         saved = self._guard.collective(lambda: save_suspect(framework, step, why, directory, marks=writes))

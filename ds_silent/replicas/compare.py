@@ -164,6 +164,7 @@ class Replicas:
 
     def remember(self, step: int) -> None:
         """Keep the parameters' checksums as optimizer step ``step`` finds them."""
+        self._steps = [-1 if old >= step else old for old in self._steps]  # the training may have gone back
         self._newest = (self._newest + 1) % len(self._steps)
         self._history[self._newest] = self._bits(self._parameters)
         self._steps[self._newest] = step

@@ -54,7 +54,7 @@ class _Notes:
         self.comparisons: list[tuple[int, tuple[Parts, Drift | None]]] = []
         self.repairs: list[tuple[int, Repair]] = []
 
-    def take(self, step: int) -> ResponseLog:
+    def take(self, step: float) -> ResponseLog:
         """Everything up to ``step``, and forget it."""
         reductions, comparisons = _up_to(step, self.reductions), _up_to(step, self.comparisons)
         different = [compared for compared in comparisons if len(compared[0]) > 1]
@@ -63,7 +63,7 @@ class _Notes:
         return ResponseLog(reductions[0] if reductions else None, groups, drift, tuple(_up_to(step, self.repairs)))
 
 
-def _up_to(step: int, notes: list[tuple[int, _Note]]) -> list[_Note]:
+def _up_to(step: float, notes: list[tuple[int, _Note]]) -> list[_Note]:
     """Take what was noted at steps up to this one."""
     taken = [note for at, note in notes if at <= step]
     notes[:] = [(at, note) for at, note in notes if at > step]
@@ -126,7 +126,7 @@ class Responder:
     def _to_the_end(self, step: int, act: Callable[[], _Result]) -> _Result:
         return self._capture.guard.irrevocable(f"the response at step {step}", act)
 
-    def take(self, step: int) -> ResponseLog:
+    def take(self, step: float) -> ResponseLog:
         """What was found and done up to ``step``; it is forgotten then."""
         return self._notes.take(step)
 
@@ -211,7 +211,7 @@ class _Keeper(ABC):
         """After it; why the training must stop, or None."""
 
     def _compare(self, step: int, notes: _Notes) -> tuple[Replica, Comparison]:
-        replica, first, self._last = self._replica(), self._last + 1, step
+        replica, first, self._last = self._replica(), min(self._last + 1, step), step  # it may have gone back
         found = compare(replica.items, self._bits, self._capture.group)
         drift = None if found.equal else found.drift([name for name, _ in replica.items], step, first)
         notes.comparisons.append((step, (found.groups, drift)))
@@ -279,10 +279,13 @@ class _Dynamic(_Keeper):
         self._under_way: tuple[int, float, Replica, Comparison, Averaging] | None = None
 
     def communicates(self, step: int, due: bool) -> bool:
-        return due or step >= self._next or self._under_way is not None
+        return due or self._is_next(step) or self._under_way is not None
+
+    def _is_next(self, step: int) -> bool:
+        return step >= self._next or step + self._interval < self._next  # it has gone back
 
     def after_update(self, step: int, due: bool, notes: _Notes) -> str | None:
-        if not due and step < self._next:
+        if not due and not self._is_next(step):
             return None
         replica, found = self._compare(step, notes)
         self._next = step + self._interval

@@ -20,8 +20,10 @@ import itertools
 import json
 import logging
 import os
+import platform
 import re
 import socket
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -46,6 +48,7 @@ logger = logging.getLogger("ds_silent")
 FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl")
 _CHUNK = 1 << 16
 _PACKAGES = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
+_BESIDE = ("transformers", "trl", "accelerate", "lightning", "numpy")
 
 
 class Claim:
@@ -229,6 +232,13 @@ def run_text(
         "block": block,
     }
     return json.dumps(facts, indent=1, default=str) + "\n"
+
+
+def versions_of(framework: str) -> dict[str, str]:
+    """Return the versions of Python, of the framework, and of other packages that this process has imported."""
+    names = ["ds_silent", "torch", _PACKAGES.get(framework, "torch"), *(one for one in _BESIDE if one in sys.modules)]
+    known = {name: version for name in names if (version := version_of(name)) is not None}
+    return {"python": platform.python_version(), **known}
 
 
 def write_end(directory: Path, step: int, error: BaseException | None) -> None:

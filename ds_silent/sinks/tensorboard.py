@@ -53,6 +53,8 @@ class TensorBoardSink(Sink):
         self._step = 0  # of the newest record
 
     def write(self, record: StepRecord) -> None:
+        if record.step <= self._step and self._writer is not None:
+            _begin_again(self._writer, record.step)
         writer, self._step = self._open(record.step), record.step
         of_many = record.world_size > MAX_RANKS_DRAWN
         if of_many != self._of_many:  # elastic training may change it
@@ -140,6 +142,15 @@ def _add_scalars(writer: SummaryWriter, scalars: list[tuple[str, float]], step: 
     for tag, value in scalars:
         summary.value.add(tag=tag, simple_value=value)
     _add_summary(writer, summary, step)
+
+
+def _begin_again(writer: SummaryWriter, step: int) -> None:
+    """Let later points disappear from the curves, as ``purge_step`` does when a writer is made."""
+    from tensorboard.compat.proto.event_pb2 import Event as WrittenEvent
+    from tensorboard.compat.proto.event_pb2 import SessionLog
+
+    file_writer: Any = writer.file_writer  # add_event is public too
+    file_writer.add_event(WrittenEvent(session_log=SessionLog(status=SessionLog.START)), step)
 
 
 def _add_layout(writer: SummaryWriter, of_many: bool) -> None:

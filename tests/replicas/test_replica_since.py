@@ -51,6 +51,27 @@ def test_a_drift_that_lasts_names_the_same_step_at_every_comparison() -> None:
     assert run_distributed(drift_that_lasts, 2) == [[(7, 7)] * 7 + [(37, 37)]] * 2
 
 
+def drift_after_the_way_back() -> list[Any]:
+    """It drifts in the update of step 8, goes back to step 4, and drifts there in the update of step 9."""
+    weight, found = torch.ones(8), []
+    replicas = Replicas([("weight", weight)], list, history=12)
+    for step in (*range(1, 11), *range(5, 11)):
+        if step == 5:
+            weight.fill_(1.0)
+        drifts = 9 if not found else 10
+        weight[3] += float(step == drifts and dist.get_rank() == 1)
+        replicas.remember(step)
+        if step == 10:
+            replicas.check(step)
+            found.append(replicas.localise(dist.group.WORLD))
+            replicas.equal()
+    return [(drift.earliest, drift.since) for drift in found]
+
+
+def test_what_was_seen_before_the_way_back_is_not_when_a_drift_began() -> None:
+    assert run_distributed(drift_after_the_way_back, 2) == [[(8, 8), (9, 9)]] * 2
+
+
 def drift_before_the_first_look() -> Drift | None:
     weight = torch.full((8,), float(dist.get_rank()))  # since an update that nobody has looked at
     replicas = Replicas([("weight", weight)], list, history=4)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ds_silent
 from ds_silent.drill.faults.update import no_majority
 from ds_silent.drill.verdicts import tells
 from ds_silent.patches import Patches
@@ -34,7 +35,7 @@ from tests.support.repairs import (
     trained,
     updated,
 )
-from tests.support.training import Case
+from tests.support.training import Case, build, one_step
 
 # -- retry ------------------------------------------------------------------------------------------------------------
 
@@ -91,6 +92,27 @@ def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> No
         assert f"was repeated {attempts} and is right now" in events[1]["message"]
         errors = [r["integrity"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
         assert all(e["relative_error"] < e["rounding_bound"] for e in errors)  # of what was applied
+
+
+def counted_behind_a_retry(directory: str) -> list[int]:
+    """Return the step by which all ranks count, while an engine takes steps 2 to 6 and repeats a reduction."""
+    engine, counted = build(Case(), Path(directory), enabled=False), []
+    engine.global_steps = FAULT - 2
+    observer, patches = ds_silent.attach(engine, config={**RETRY, "output_dir": directory}), Patches()
+    assert observer is not None
+    corrupted(noise, tuple(range(RANKS)))(engine, patches)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        counted.append(observer._steps.plan.step)
+        one_step(engine, generator)
+    patches.undo()
+    engine.destroy()
+    return counted
+
+
+def test_what_a_rank_says_of_where_it_is_is_said_again_with_a_repeated_reduction(tmp_path: Path) -> None:
+    assert run_distributed(counted_behind_a_retry, RANKS, (str(tmp_path),)) == [[2, 3, 4, 5, 6]] * RANKS
+    assert "repaired" in [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
 
 
 def retried_by_many(directory: str) -> list[bool]:

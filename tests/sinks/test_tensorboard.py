@@ -209,6 +209,13 @@ def test_a_resumed_run_is_one_curve(tmp_path: Path, known: bool) -> None:
     assert [text.step for text in found.Tensors("silent/events/config-mismatch/text_summary")] == [0]
 
 
+def test_a_run_that_goes_back_is_one_curve(tmp_path: Path) -> None:
+    records = [plain(step, noise_scale=1.0) for step in range(1, 9)] + [plain(step, noise_scale=2.0) for step in (6, 7)]
+    found = written(tmp_path, *records, event(7))
+    assert points(found, "silent/noise_scale") == [(step, 1.0) for step in range(1, 6)] + [(6, 2.0), (7, 2.0)]
+    assert points(found, "silent/events/error")[-2:] == [(7, 0), (7, 1)]
+
+
 def text(accumulator: EventAccumulator, kind: str) -> list[str]:
     tensors = accumulator.Tensors(f"silent/events/{kind}/text_summary")
     return [tensor.tensor_proto.string_val[0].decode() for tensor in tensors]
