@@ -1,6 +1,6 @@
 """How far two trainings are apart at one step, link by link, in relative numbers. Pure; nothing is judged here.
 
-    apart = differences(pairs, step_a, step_b, next_a, next_b)
+    apart = differences(pairs, (first_a, first_b), step_a, step_b, next_a, next_b, loosely)
     apart.local.relative         # (layers,) |B - A| over the larger of the two; NaN where it cannot be known
 
 Sketches of two trainings of the same shapes subtract, so that the length of a difference is known to 9 % with 64

@@ -154,7 +154,7 @@ class Level:
         return self.median > SATURATED
 
 
-class Series:
+class LeanTest:
     """Numbers of one kind over the steps, for the test of a bias."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ def _begin(values: Array) -> int:
 
 
 @dataclass
-class Envelope:
+class Repetition:
     """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
 
     bounds: Bounds

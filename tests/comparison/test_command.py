@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ds_silent.cli import app
 from ds_silent.comparison.differences import LINKS
-from ds_silent.comparison.report import STATES
+from ds_silent.comparison.output import STATES
 from ds_silent.comparison.result import PHRASES
 from ds_silent.testing import assert_same_training
 from tests.comparison.conftest import Trained

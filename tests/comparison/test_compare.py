@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ds_silent import trace
-from ds_silent.comparison import Comparison, ComparisonError, TraceError, compare
+from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
 from tests.comparison.conftest import Trained
 from tests.support.traced import Training, write
 
@@ -333,7 +333,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path, trained: Traine
 
 def test_the_result_is_frozen_and_complete(trained: Trained) -> None:
     found = compare(trained(), trained(fault="sign", since=6))
-    assert isinstance(found, Comparison)
+    assert isinstance(found, TrainingComparison)
     fields: dict[str, Any] = vars(found)
     assert {"parted", "step", "layer", "link", "factor", "cause", "left_out", "sentence"} <= set(fields)
     with pytest.raises(AttributeError):

@@ -12,9 +12,9 @@ from ds_silent.comparison.levels import (
     LARGE,
     LEAST_STEPS,
     Bounds,
-    Envelope,
+    LeanTest,
     Level,
-    Series,
+    Repetition,
     bounds_of,
 )
 from tests.support.traced import Traced, Training
@@ -70,7 +70,7 @@ def test_one_layer_may_differ_as_much_as_the_median_one_has() -> None:
 
 
 def test_a_lean_is_found_where_it_begins() -> None:
-    series = Series()
+    series = LeanTest()
     for step in range(1, 61):
         values = RNG.normal(0.0, 1e-3, 4)
         values[2] += 8e-3 if step >= 13 else 0.0
@@ -85,7 +85,7 @@ def test_a_lean_is_found_where_it_begins() -> None:
 
 def test_noise_leans_nowhere() -> None:
     for _ in range(300):
-        series = Series()
+        series = LeanTest()
         drift = np.cumsum(RNG.normal(0.0, 2e-4, (LEAST_STEPS + 20, 30)), 0)  # runs that stay apart for a while
         for step, values in enumerate(RNG.normal(0.0, 1e-3, drift.shape) + drift):
             series.add(step, values)
@@ -93,7 +93,7 @@ def test_noise_leans_nowhere() -> None:
 
 
 def test_too_few_steps_say_nothing() -> None:
-    series = Series()
+    series = LeanTest()
     for step in range(LEAST_STEPS - 1):
         series.add(step, np.array([1.0]))
     assert series.leaning(0.1) is None
@@ -101,7 +101,7 @@ def test_too_few_steps_say_nothing() -> None:
 
 def test_a_repetition_takes_the_place_of_growth() -> None:
     bounds = Bounds(1e-6, 1e-6, 1e-5, 1e-4, 0.0, 2.0**-24, 1e-6)
-    envelope, by_growth = Envelope(bounds), np.full(3, 0.5)
+    envelope, by_growth = Repetition(bounds), np.full(3, 0.5)
     assert (envelope.allowed("local", by_growth) == by_growth).all()
     envelope.learn("local", np.zeros(3))  # the repetition had every bit of A: nothing is known of growth
     assert (envelope.allowed("local", by_growth) == by_growth).all()

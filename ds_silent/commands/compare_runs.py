@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from ds_silent.comparison import ComparisonError, TraceError, compare
-from ds_silent.comparison.report import print_comparison, write_json, write_junit
+from ds_silent.comparison.output import print_comparison, write_json, write_junit
 from ds_silent.text import printable
 
 TOGETHER, PARTED, WRONG = 0, 1, 2
