@@ -173,7 +173,7 @@ class _Comparer:
             case is not None,
             step,
             why.layers[0] if why.layers else None,
-            link,
+            link,  # type: ignore[arg-type]  # one of them
             why.factor,
             why.cause or None,
             (*self.pairs.left_out, *self.steps.left_out, *self._unknown(judge)),

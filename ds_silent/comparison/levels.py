@@ -97,7 +97,7 @@ class Growth:
 
 CHAOS = Growth(least=8.0, most=100.0, early=100.0, margin=5.0)
 """Of rounding in fp32, which is far below what moves a training, so that it may grow for long."""
-NOISE = Growth(least=5.0, most=100.0, early=16.0, margin=3.0)
+NOISE = Growth(least=7.5, most=100.0, early=20.0, margin=4.0)
 """Of rounding in 16 bits, which is as large at each step, whatever the ones before have left."""
 FOLLOWS = Growth(least=8.0, most=100.0, early=8.0, margin=5.0)
 """Of an update, which grows as its gradient does."""
