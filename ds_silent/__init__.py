@@ -16,7 +16,7 @@ from ds_silent.extras import VERSION
 from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
-    from ds_silent.comparison import Comparison, compare
+    from ds_silent.comparison import TrainingComparison, compare
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ds_silent.sinks import SinkError
 
 __all__ = [
-    "Comparison",
     "ConfigError",
     "Event",
     "Fingerprint",
@@ -37,6 +36,7 @@ __all__ = [
     "SilentConsistencyConfig",
     "SinkError",
     "StepRecord",
+    "TrainingComparison",
     "attach",
     "attach_ddp",
     "attach_megatron",
@@ -49,7 +49,7 @@ __all__ = [
 __version__ = VERSION
 
 _MODULES = {
-    "Comparison": "comparison",
+    "TrainingComparison": "comparison",
     "ConfigError": "config",
     "Event": "records",
     "Fingerprint": "frameworks.weight_fingerprint",

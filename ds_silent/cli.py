@@ -358,7 +358,7 @@ def compare(
 
     Exit status: 0 they do not part, 1 they do, 2 a mistake in what was typed, or nothing to compare.
     """
-    from ds_silent.commands.compare import CompareOptions, compare_command
+    from ds_silent.commands.compare_runs import CompareOptions, compare_command
 
     raise typer.Exit(
         compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves))

@@ -3,7 +3,7 @@
     from ds_silent.testing import assert_same_training
 
     def test_the_upgrade_trains_as_before():
-        assert_same_training("runs/golden", train(tmp_path))
+        assert_same_training("runs/golden", "runs/new")
 
 With ``pytest_plugins = ["ds_silent.testing"]`` in a ``conftest.py`` it is a fixture too.
 """
@@ -14,13 +14,13 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from ds_silent.comparison import Comparison, compare
+from ds_silent.comparison import TrainingComparison, compare
 
 __all__ = ["assert_same_training"]
 Run = str | os.PathLike[str]
 
 
-def assert_same_training(a: Run, b: Run, tolerance: float | None = None) -> Comparison:
+def assert_same_training(a: Run, b: Run, tolerance: float | None = None) -> TrainingComparison:
     """Compare two runs by their traces.
 
     Args:
@@ -45,6 +45,6 @@ with contextlib.suppress(ImportError):  # who asserts without pytest needs none
     import pytest
 
     @pytest.fixture(name="assert_same_training")
-    def same_training() -> Callable[..., Comparison]:
+    def same_training() -> Callable[..., TrainingComparison]:
         """Give a test :func:`assert_same_training`."""
         return assert_same_training

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.commands.compare import PARTED, TOGETHER, WRONG
-from ds_silent.comparison import Comparison, ComparisonError, TraceError, compare
+from ds_silent.commands.compare_runs import PARTED, TOGETHER, WRONG
+from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
 from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
@@ -63,7 +63,7 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
         console.print(Text(printable(f"{package} {options.good}: trains")), soft_wrap=True)
         right = train(options.good)
 
-        def compared(release: str) -> Comparison:
+        def compared(release: str) -> TrainingComparison:
             one = compare(right, train(release), tolerance=options.tolerance)
             console.print(Text(printable(f"{package} {release}: {one.sentence}")), soft_wrap=True)
             return one

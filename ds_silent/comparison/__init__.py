@@ -18,17 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_silent.comparison.causes import Case, Explanation, explain
 from ds_silent.comparison.defaults import setting_differences, version_differences
 from ds_silent.comparison.differences import LINKS, Differences, differences
-from ds_silent.comparison.judgement import Finding, Judge
-from ds_silent.comparison.levels import Envelope, bounds_of
+from ds_silent.comparison.explanation import Case, Explanation, explain
+from ds_silent.comparison.judgement import ChainJudge
+from ds_silent.comparison.levels import Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
 from ds_silent.comparison.pairing import pair_steps, pair_tensors
-from ds_silent.comparison.result import Comparison, LinkResult
+from ds_silent.comparison.past import Parting
+from ds_silent.comparison.result import LinkResult, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
-__all__ = ["Comparison", "ComparisonError", "TraceError", "compare"]
+__all__ = ["ComparisonError", "TraceError", "TrainingComparison", "compare"]
 
 AFTERWARDS = 5
 """Steps that are looked at behind the one that parts, for what follows."""
@@ -42,7 +43,7 @@ def compare(
     *,
     tolerance: float | None = None,
     names: Mapping[str, str] | Run | None = None,
-) -> Comparison:
+) -> TrainingComparison:
     """Compare two trainings, step by step, until they part.
 
     Args:
@@ -97,12 +98,15 @@ class _Comparer:
         self.bounds = bounds_of(*self.heads, tolerance)
         self.settings = setting_differences(*self.heads)
         self.equal_until: int | None = None
+        self._ended = ""
         self.compared = 0
 
-    def result(self) -> Comparison:
-        """Judge all steps, up to a few behind the one that parts."""
-        judge = Judge(self.bounds, self.pairs, None if self.third is None else Envelope(self.bounds))
+    def result(self) -> TrainingComparison:
+        """ChainJudge all steps, up to a few behind the one that parts."""
+        judge = ChainJudge(self.bounds, self.pairs, None if self.third is None else Repetition(self.bounds))
         followed = _Followed(self, judge) if self.third is not None else None
+        if not self.pairs.tensors:
+            return self._strangers()
         case: Case | None = None
         different, behind, last = False, 0, self.steps.steps[0][0]
         before: Step | None = None
@@ -120,12 +124,19 @@ class _Comparer:
             behind += case is not None
             if behind > AFTERWARDS:
                 break
-        if case is None and (leaning := judge.bias()) is not None:
+        if case is None and (leaning := judge.past.bias()) is not None:
             apart = next(one for one in self._differences() if one.a.step == leaning.step)
             case = self._case(leaning, apart, "", True)
         return self._comparison(judge, case, last)
 
-    def _case(self, finding: Finding, apart: Differences, loaded: str, first: bool) -> Case:
+    def _strangers(self) -> TrainingComparison:
+        """Two models that have no parameter in common: a map of names is all that could help."""
+        step = self.steps.steps[0][0]
+        cause = "the models have no tensor in common; name counterparts with --map"
+        left_out = (*self.pairs.left_out, *self.steps.left_out)
+        return TrainingComparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
+
+    def _case(self, finding: Parting, apart: Differences, loaded: str, first: bool) -> Case:
         return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
 
     def _differences(self) -> Iterator[Differences]:
@@ -136,7 +147,12 @@ class _Comparer:
         begin = one, other
         for after in following:
             next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
-            yield differences(self.pairs, begin, one, other, next_a, next_b, self.bounds.factor)
+            if next_a is not None and next_b is not None and not (_like(next_a, begin[0]) and _like(next_b, begin[1])):
+                self._ended = f"step {next_a.step} and later ones: one of the two went on with other parameters"
+                next_a = next_b = None
+            loads = next_a is None or next_b is None or next_a.head is not one.head or next_b.head is not other.head
+            moved = (None, None) if loads else (next_a, next_b)  # a checkpoint is no update
+            yield differences(self.pairs, begin, one, other, *moved, self.bounds.factor)
             if next_a is None or next_b is None:
                 return
             one, other = next_a, next_b
@@ -149,15 +165,15 @@ class _Comparer:
         names = [name for name, now, then in zip("AB", self._last_heads, last, strict=True) if now is not then]
         return " and ".join(names)
 
-    def _comparison(self, judge: Judge, case: Case | None, last: int) -> Comparison:
+    def _comparison(self, judge: ChainJudge, case: Case | None, last: int) -> TrainingComparison:
         why = Explanation("") if case is None else explain(case)
-        link = None if case is None else case.finding.link
+        link = None if case is None else case.parting.link
         step = None if case is None else case.apart.a.step
-        return Comparison(
+        return TrainingComparison(
             case is not None,
             step,
             why.layers[0] if why.layers else None,
-            link,  # type: ignore[arg-type]  # it is one of them
+            link,  # type: ignore[arg-type]  # one of them
             why.factor,
             why.cause or None,
             (*self.pairs.left_out, *self.steps.left_out, *self._unknown(judge)),
@@ -176,22 +192,24 @@ class _Comparer:
             os.fspath(self.traces[1].path),
         )
 
-    def _unknown(self, judge: Judge) -> Iterator[str]:
+    def _unknown(self, judge: ChainJudge) -> Iterator[str]:
         missing = [name for name in LINKS[1:] if name not in judge.summaries]
         if missing:
             yield f"{', '.join(missing)}: not in both traces"
+        if self._ended:
+            yield self._ended
         if judge.tipped:
             steps = ", ".join(map(str, judge.tipped[:5]))
             yield f"step {steps}: a small difference that was gone at the next, as a choice tipped by rounding makes"
-        if judge.unstable:
-            names = [self.pairs.tensors[place].name for place in sorted(judge.unstable)]
+        if judge.past.unstable:
+            names = [self.pairs.tensors[place].name for place in sorted(judge.past.unstable)]
             yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
 
 
 class _Followed:
     """How far a repetition of A is from A, up to the step that is judged."""
 
-    def __init__(self, comparer: _Comparer, judge: Judge):
+    def __init__(self, comparer: _Comparer, judge: ChainJudge):
         assert comparer.third is not None
         traces = comparer.traces[0], comparer.third
         steps = pair_steps(*traces)
@@ -207,8 +225,8 @@ class _Followed:
 
     def until(self, step: int) -> None:
         """Take in the repetition's steps up to this one."""
-        envelope = self._judge.envelope
-        assert envelope is not None
+        repetition = self._judge.repetition
+        assert repetition is not None
         while self._todo and self._todo[0][0] <= step:
             here, there = self._todo.pop(0)
             one, other = self._traces[0].at(here), self._traces[1].at(there)
@@ -217,13 +235,13 @@ class _Followed:
             next_b = None if after is None else self._traces[1].at(after[1])
             apart = differences(self.pairs, (one, other), one, other, next_a, next_b, self._factor)
             if apart.loss is not None:
-                envelope.learn("loss", np.array([apart.loss]))
+                repetition.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
                 if gradient is not None:
-                    envelope.learn(link, np.append(gradient.relative, np.median(gradient.relative))[self._layers])
+                    repetition.learn(link, np.append(gradient.relative, np.median(gradient.relative))[self._layers])
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
-                envelope.learn("update", np.append(moved, np.median(moved))[self._tensors])
+                repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
 
 
 def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Differences | None, int]]:
@@ -236,6 +254,11 @@ def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Diff
         before = one
     if before is not None:
         yield before, None, number
+
+
+def _like(step: Step, first: Step) -> bool:
+    """Whether a step behind a restart has the parameters of the first, in their order."""
+    return step.head is first.head or _head(step).tensors == _head(first).tensors
 
 
 def _head(step: Step) -> Head:
@@ -256,7 +279,7 @@ def _equal(apart: Differences) -> bool:
     )
 
 
-def _link(name: str, judge: Judge, first: str | None, step: int | None) -> LinkResult:
+def _link(name: str, judge: ChainJudge, first: str | None, step: int | None) -> LinkResult:
     summary = judge.summaries.get(name)
     if summary is None:
         return LinkResult(name, "unknown", 0, 0, None, 0.0, 0.0)

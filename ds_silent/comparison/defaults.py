@@ -22,11 +22,12 @@ SHARES = re.compile(
     re.IGNORECASE,
 )
 """Names of settings that follow from another number of ranks, or move no number but by rounding."""
+PRECISION = "precision of the gradients"
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "rows": ("sampler", "shuffle", "drop_last", "seed", "epoch", "batch"),
     "weights": ("seed", "init", "checkpoint", "precision of the trainable"),
-    "loss": ("smoothing", "dropout", "attention", "loss", "autocast", "precision of the trainable", "tf32", "seed"),
-    "local": ("attention", "dropout", "autocast", "precision of the trainable", "loss scale", "tf32", "accum"),
+    "loss": ("smoothing", "dropout", "attention", "loss", "autocast", "precision of the", "tf32", "seed"),
+    "local": ("attention", "dropout", "autocast", "precision of the", "loss scale", "tf32", "accum"),
     "reduced": ("communication_data_type", "prescale", "predivide", "reduc"),
     "applied": ("clip", "max_norm", "loss scale"),
     "update": (
@@ -67,6 +68,8 @@ def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
         (one, from_a), (other, from_b) = _setting(a, name), _setting(b, name)
         if one != other or (from_a is None) != (from_b is None):
             found.append(SettingDifference(name, one, other, from_a, from_b, bool(SHARES.search(name))))
+    if a.precision != b.precision:
+        found.append(SettingDifference(PRECISION, a.precision, b.precision, "framework", "framework", False))
     return tuple(found)
 
 

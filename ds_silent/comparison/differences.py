@@ -1,10 +1,10 @@
 """How far two trainings are apart at one step, link by link, in relative numbers. Pure; nothing is judged here.
 
-    apart = differences(pairs, step_a, step_b, next_a, next_b)
+    apart = differences(pairs, (first_a, first_b), step_a, step_b, next_a, next_b, loosely)
     apart.local.relative         # (layers,) |B - A| over the larger of the two; NaN where it cannot be known
 
 Sketches of two trainings of the same shapes subtract, so that the length of a difference is known to 9 % with 64
-numbers; norms of layers are exact.
+numbers. Norms of layers are those of their sketches: two whose tensors lie elsewhere tell of large factors only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ UNIT_ROUNDOFF = {
     "float16": 2.0**-11,
     "half": 2.0**-11,
 }
+SMALL = 0.1
+"""Of the median tensor's size: weights below it may be what rounding made of zeros."""
 UNSTABLE = 0.5
 """Correlation of two updates below which nothing but rounding made them."""
+NORM_ERROR = 6.0
+"""Standard errors of a norm by its sketch, where the two sketches have other signs."""
 RATE_ERROR = 1e-6
 """Relative; rates are computed in fp64 or kept in fp32."""
 
@@ -51,14 +55,16 @@ class Apart:
     Attributes:
         relative: length of the difference over the larger length.
         cosine: of the two; NaN where only norms are known.
-        ratio: B's norm over A's.
+        ratio: B's norm over A's; NaN where the sketches' error is all that it tells.
         share: A's norm over that of the whole gradient.
+        whole: B's norm over A's, of the whole gradient.
     """
 
     relative: Array
     cosine: Array
     ratio: Array
     share: Array
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -158,13 +164,26 @@ def _known(*arrays: Any) -> bool:
 
 
 def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
-    assert a.weights is not None
-    assert b.weights is not None
+    """The median element's difference over the tensor's root mean square; 0 of a small tensor that only noise moves."""
+    ones = [a.weights[pair.here].astype(float) for pair in pairs.tensors]  # type: ignore[index]
+    others = [b.weights[pair.there].astype(float) for pair in pairs.tensors]  # type: ignore[index]
+    sizes = np.array([(_rms(one), _rms(other)) for one, other in zip(ones, others, strict=True)]).reshape(-1, 2)
+    usual = float(np.median(sizes.max(1))) if len(sizes) else 0.0
     found = []
-    for pair in pairs.tensors:
-        one, other = a.weights[pair.here].astype(float), b.weights[pair.there].astype(float)
-        found.append(_length(other - one, one, other) if len(one) else math.nan)
+    for one, other, size in zip(ones, others, sizes, strict=True):
+        noise = size.max() < SMALL * usual and unlike(size[0], size[1], _alike(one, other))
+        found.append(0.0 if noise else _middle(np.abs(other - one), one, other))
     return np.array(found)
+
+
+def _middle(difference: Array, one: Array, other: Array) -> float:
+    if not len(one):
+        return math.nan
+    if np.array_equal(one, other, equal_nan=True):
+        return 0.0
+    if not (np.isfinite(one).all() and np.isfinite(other).all()):
+        return math.inf
+    return float(np.median(difference) / max(_rms(one), _rms(other)))
 
 
 def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
@@ -173,19 +192,13 @@ def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
     for pair in pairs.tensors:
         if len(pair.here) and max(map(unit_roundoff, pair.dtypes)) <= UNIT_ROUNDOFF["fp32"]:
             one = a.weights[pair.here].astype(float)  # type: ignore[index]
-            off = np.linalg.norm(b.weights[pair.there] - one)  # type: ignore[index]
-            way = np.linalg.norm(one - begin.weights[pair.here])  # type: ignore[index]
-            found.append(0.0 if off == 0.0 else float(off / way) if way > 0.0 else math.inf)
+            off = float(np.linalg.norm(b.weights[pair.there] - one))  # type: ignore[index]
+            way = float(np.linalg.norm(one - begin.weights[pair.here]))  # type: ignore[index]
+            if begin is a:  # they began apart: the way is not known, but is shorter than the weights are
+                way = 0.1 * float(np.linalg.norm(one))
+            found.append(0.0 if off == 0.0 else off / way if way > 0.0 else math.inf)
     middle = float(np.median(found)) if found else 0.0
     return middle if math.isfinite(middle) else 0.0
-
-
-def _length(difference: Array, one: Array, other: Array) -> float:
-    if np.array_equal(one, other, equal_nan=True):
-        return 0.0
-    if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        return math.inf
-    return float(np.linalg.norm(difference) / max(np.linalg.norm(one), np.linalg.norm(other)))
 
 
 def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None:
@@ -193,26 +206,29 @@ def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None
         return None
     here, there = [one.a for one in pairs.layers], [one.b for one in pairs.layers]
     norms, others = a.layer_norms[here].astype(float), b.layer_norms[there].astype(float)
+    sketched = np.array([one.sketched for one in pairs.layers])
     with np.errstate(all="ignore"):
         largest = np.maximum(norms, others)
         apart = np.abs(norms - others) / largest
         ratio = others / norms
         share = norms / a.norm if a.norm > 0.0 else np.full_like(norms, math.nan)
         cosine = np.full(len(pairs.layers), math.nan)
-        sketched = np.array([one.sketched for one in pairs.layers])
         if sketched.any():
             ones, twos = _same_size(a.layer_sketches[here], b.layer_sketches[there])
             lengths = np.linalg.norm(ones, axis=1), np.linalg.norm(twos, axis=1)
             by_sketch = np.linalg.norm(twos - ones, axis=1) / np.maximum(*lengths)
             cosine = np.where(sketched, (ones * twos).sum(1) / (lengths[0] * lengths[1]), math.nan)
             apart = np.where(sketched, np.fmax(apart, by_sketch), apart)
+        blur = NORM_ERROR / math.sqrt(2.0 * max(1, min(a.layer_sketches.shape[1], b.layer_sketches.shape[1])))
+        apart = np.where(sketched, apart, np.maximum(apart - blur, 0.0))
+        ratio = np.where(sketched | (apart > 0.0), ratio, math.nan)
     both = norms == others
     nothing = both & (norms == 0.0)
     apart[nothing], ratio[nothing], cosine[nothing] = 0.0, 1.0, 1.0
     lost = np.isfinite(norms) != np.isfinite(others)
     apart[lost] = math.inf
     apart[~np.isfinite(norms) & ~np.isfinite(others)] = 0.0
-    return Apart(apart, cosine, ratio, share)
+    return Apart(apart, cosine, ratio, share, b.norm / a.norm if a.norm > 0.0 else math.nan)
 
 
 def _same_size(one: Any, other: Any) -> tuple[Array, Array]:

@@ -7,17 +7,17 @@
 **What is allowed.** At the first step both trainings have the same weights, and what differs is rounding: a multiple of
 the coarser unit roundoff, which the head of each trace states. An update carries it into the weights, and the trainings
 grow apart, each step by about the same factor. So the difference of a step is held against the largest one before it,
-times a factor: five times the largest growth of one step that this very pair has shown, between ``LEAST_GROWTH`` and
-``MOST_GROWTH``. A layer may always differ as much as the median layer has. With a repetition of A, what A and its
-repetition differ by takes the place of that growth.
+times a factor: some times the largest growth of one step that this very pair has shown (:class:`Growth`). A layer may
+always differ as much as the median layer has. With a repetition of A, what A and its repetition differ by takes the
+place of that growth.
 
-**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share, within the
-bound, is a bias: a t test over the steps, whose two halves must agree.
+**What leans.** Rounding has no side. A norm that is larger in B at nearly every step, by the same share and by more
+than it scatters, is a bias though it is within the bound. Trainings that grow apart lean too, but gradually: a bias
+comes at once, and both halves of the steps behind it lean alike.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,12 +26,13 @@ import numpy as np
 from ds_silent.comparison.differences import Array, unit_roundoff
 from ds_silent.trace import Head
 
-LEAST_GROWTH, MOST_GROWTH, EARLY_STEPS = 8.0, 100.0, 3
-MARGIN = 5.0  # over the largest growth of one step, and over a repetition's envelope
+EARLY_STEPS = 3
+MARGIN = 5.0  # over a repetition's envelope
 FIRST_MARGIN = 3.0  # over the bound, at the first step
 LARGE, SATURATED = 0.3, 0.3  # relative differences that are no rounding, and that tell nothing any more
 UPDATE_BOUND = 1e-5  # of an update in fp32, relative
-LEAST_STEPS, LEANING = 16, 12.0  # of the test of a bias, and its t
+LEAST_STEPS, LEANING, STEADY = 24, 4.0, 0.2  # of the test of a bias: steps, mean over deviation, halves over mean
+BEFORE = 6  # steps ahead of it, which do not lean
 ONE_SIDE = 0.98  # of the steps; trainings in bf16 with another number of ranks: up to 0.8
 HALF = 1e-4  # a unit roundoff above it is that of 16 bits
 FACTOR_BOUND = 1e-4  # of a clip factor
@@ -47,6 +48,7 @@ class Bounds:
     factor: float
     weights: float  # beyond the digits of two dtypes
     precision: float  # unit roundoff
+    settled: float  # of the gradient, once a step has been seen
 
 
 def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
@@ -63,6 +65,7 @@ def bounds_of(a: Head, b: Head, tolerance: float | None) -> Bounds:
         max(FACTOR_BOUND, 8.0 * u, least),
         least,
         u,
+        max(u if half else gradient, least),
     )
 
 
@@ -76,11 +79,43 @@ def _precisions(head: Head) -> list[str]:
     return found
 
 
-class Level:
-    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone)."""
+@dataclass(frozen=True)
+class Growth:
+    """How much further apart two trainings may be at one step than at all before it.
 
-    def __init__(self, bound: float, count: int):
-        self.bound = bound
+    Attributes:
+        least, most: of what is allowed.
+        early: while little growth has been seen.
+        margin: over the largest growth of one step that has been seen.
+    """
+
+    least: float
+    most: float
+    early: float
+    margin: float
+
+
+CHAOS = Growth(least=8.0, most=100.0, early=100.0, margin=5.0)
+"""Of rounding in fp32, which is far below what moves a training, so that it may grow for long."""
+NOISE = Growth(least=7.5, most=100.0, early=20.0, margin=4.0)
+"""Of rounding in 16 bits, which is as large at each step, whatever the ones before have left."""
+FOLLOWS = Growth(least=8.0, most=100.0, early=8.0, margin=5.0)
+"""Of an update, which grows as its gradient does."""
+
+
+class Level:
+    """How far the two may be apart at a step, for several numbers of one kind (layers, tensors, or one alone).
+
+    Args:
+        bound: what rounding explains at the first step.
+        count: of the numbers.
+        growth: that is allowed from step to step.
+        settled: what rounding explains at least, once a step has been seen; as a rule the bound.
+    """
+
+    def __init__(self, bound: float, count: int, growth: Growth = CHAOS, settled: float | None = None):
+        self.bound, self._allows = bound, growth
+        self._settled = bound if settled is None else settled
         self.high = np.zeros(count)  # the largest so far
         self.median = 0.0
         self.growth = 1.0  # the largest of one step
@@ -93,20 +128,22 @@ class Level:
             coupled: what an earlier link of this step explains, and what grows as these numbers do.
             at_least: what the weights, which have come apart before this step, explain.
         """
-        level = np.maximum(np.maximum(self.high, self.median), np.maximum(self.bound, coupled))
         if not self.steps:
-            return FIRST_MARGIN * level
-        grown = min(MOST_GROWTH, max(LEAST_GROWTH, MARGIN * self.growth))
-        factor = MOST_GROWTH if self.steps < EARLY_STEPS else grown
+            return np.maximum(FIRST_MARGIN * np.maximum(self.bound, coupled), at_least) * np.ones_like(self.high)
+        level, allows = np.maximum(self._known(), coupled), self._allows
+        grown = min(allows.most, max(allows.least, allows.margin * self.growth))
+        factor = allows.early if self.steps < EARLY_STEPS else grown
         most = np.maximum(LARGE * self.growth, 3.0 * level)
         return np.minimum(np.maximum(factor * level, at_least), most)
+
+    def _known(self) -> Array:
+        return np.maximum(np.maximum(self.high, self.median), self._settled)
 
     def learn(self, values: Array) -> None:
         """Take a step in that was found to be rounding."""
         values = np.where(np.isfinite(values), values, 0.0)
-        before = np.maximum(np.maximum(self.high, self.median), self.bound)
         if self.steps:
-            self.growth = max(self.growth, float((values / before).max(initial=0.0)))
+            self.growth = max(self.growth, float((values / self._known()).max(initial=0.0)))
         self.high = np.maximum(self.high, values)
         if len(values):
             self.median = max(self.median, float(np.median(values)))
@@ -117,7 +154,7 @@ class Level:
         return self.median > SATURATED
 
 
-class Series:
+class LeanTest:
     """Numbers of one kind over the steps, for the test of a bias."""
 
     def __init__(self) -> None:
@@ -139,13 +176,18 @@ class Series:
             begin = _begin(table[:, which])
             tail = table[begin:, which]
             mean, half = float(tail.mean()), len(tail) // 2
-            error = max(float(tail.std(ddof=1)) / math.sqrt(len(tail)), 1e-300)
+            deviation = float(tail.std(ddof=1))
             halves = tail[:half].mean(), tail[half:].mean()
             one_side = float((np.sign(tail) == np.sign(mean)).mean())
-            leans = abs(mean) > max(least, LEANING * error) and one_side >= ONE_SIDE
-            if leans and abs(halves[0] - halves[1]) < 0.5 * abs(mean) and (found is None or abs(mean) > abs(found[1])):
+            steady = max(abs(halves[0] - halves[1]), abs(_mean(table[max(0, begin - BEFORE) : begin, which])))
+            leans = abs(mean) > max(least, LEANING * deviation) and one_side >= ONE_SIDE
+            if leans and steady < STEADY * abs(mean) and (found is None or abs(mean) > abs(found[1])):
                 found = int(which), mean, self._steps[begin]
         return found
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _begin(values: Array) -> int:
@@ -160,7 +202,7 @@ def _begin(values: Array) -> int:
 
 
 @dataclass
-class Envelope:
+class Repetition:
     """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
 
     bounds: Bounds

@@ -170,13 +170,13 @@ def _by_weights(here: Side, there: Side) -> list[tuple[int, int]]:
     if here.weights is None or there.weights is None:
         return []
     sides: list[dict[Any, list[int]]] = []
-    coarse = any("16" in one.dtype for one in (*here.alone.values(), *there.alone.values()))
+    rounds = any("16" in one.dtype for one in (*here.alone.values(), *there.alone.values()))
     for side in (here, there):
         found: dict[Any, list[int]] = defaultdict(list)
         for index, one in side.alone.items():
             values = side.values(index)
             if values is not None and len(np.unique(values)) >= LEAST_SHARED:
-                found[one.shape, (coarse(values) if coarse else values).tobytes()].append(index)
+                found[one.shape, (coarse(values) if rounds else values).tobytes()].append(index)
         sides.append(found)
     pairs = [
         list(zip(mine, sides[1][key], strict=True))

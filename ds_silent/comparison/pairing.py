@@ -68,6 +68,7 @@ class Pairs:
     tensors: tuple[TensorPair, ...]
     layers: tuple[LayerPair, ...]
     left_out: tuple[str, ...]
+    lonely: str = ""  # the first sentence on tensors without a counterpart
 
     @property
     def by(self) -> dict[str, int]:
@@ -94,7 +95,8 @@ def pair_tensors(a: Head, b: Head, first_a: Floats | None, first_b: Floats | Non
 
 
 def _pairs(here: Side, there: Side, found: dict[tuple[int, int], tuple[str, Places, Places]]) -> Pairs:
-    left_out = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
+    lonely = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
+    left_out = list(lonely)
     sums = {*untied(here), *(-1 - j for j in untied(there))}
     layers, blurred = _layers(here, there, found, sums)
     if sums:
@@ -114,7 +116,7 @@ def _pairs(here: Side, there: Side, found: dict[tuple[int, int], tuple[str, Plac
     unseen = [one.name for one in tensors if not len(one.here)]
     if unseen:
         left_out.append(f"weights of {_some(unseen)}: laid out otherwise, no sampled element is in both")
-    return Pairs(tuple(tensors), layers, tuple(left_out))
+    return Pairs(tuple(tensors), layers, tuple(left_out), lonely[0] if lonely else "")
 
 
 def _layers(
@@ -183,13 +185,13 @@ class StepPairs:
 
 
 def pair_steps(a: Trace, b: Trace) -> StepPairs:
-    """Pair steps by their number; where those have consumed other rows, by the rows consumed.
+    """Pair steps by their number; where the first have consumed other numbers of rows, by the rows consumed.
 
     Raises:
         ComparisonError: there is no step that both have.
     """
     numbers = sorted(set(a.steps) & set(b.steps))
-    if numbers and all(_same_samples(a, b, number) for number in {numbers[0], numbers[-1]}):
+    if numbers and _same_samples(a, b, numbers[0]):  # a later one with another number is another step of rows
         return StepPairs(tuple((n, n) for n in numbers), "number", _beyond(a, b, len(numbers), len(numbers)))
     consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
     both = sorted(set(consumed[0]) & set(consumed[1]))

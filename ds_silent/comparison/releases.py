@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ds_silent.comparison.result import Comparison
+from ds_silent.comparison.result import TrainingComparison
 
 
 class ImpossibleError(Exception):
@@ -38,11 +38,11 @@ class Bisection:
 
     first: str | None = None
     last_alike: str = ""
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    comparisons: dict[str, TrainingComparison] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def first_that_parts(releases: Sequence[str], compared: Callable[[str], Comparison]) -> Bisection:
+def first_that_parts(releases: Sequence[str], compared: Callable[[str], TrainingComparison]) -> Bisection:
     """Search by halves, as ``git bisect`` does; a release that cannot run is left out.
 
     Args:

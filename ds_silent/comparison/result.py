@@ -45,7 +45,7 @@ class LinkResult:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainingComparison:
     """Two trainings, compared.
 
     Attributes:

@@ -103,7 +103,9 @@ class Tracer:
         except Exception as error:  # of an optimizer of somebody else's; the steps can be compared without
             logger.debug("ds_silent: the trace holds no settings: %s: %s", type(error).__name__, error)
             return {}
-        return {name: {"value": value, "from": origin} for name, (value, origin) in found.items()}
+        states = ", ".join(self._capture.settings.autocast.state)
+        known = {name: {"value": value, "from": origin} for name, (value, origin) in found.items()}
+        return known | ({"autocast": {"value": states, "from": "framework"}} if states else {})
 
     def step(self, gathered: Gathered, record: StepRecord, context: Context) -> Traced:
         """Return what a measured step adds to the trace."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_silent.commands.bisect import answer
-from ds_silent.comparison import Comparison
+from ds_silent.comparison import TrainingComparison
 from ds_silent.comparison.releases import ImpossibleError, first_that_parts, releases_between
 from tests.support.interpreter import interpreter
 
@@ -78,7 +78,7 @@ def test_the_first_release_that_parts_is_named(toyrate: None, tmp_path: Path) ->
 
 
 def test_none_parts() -> None:
-    found = first_that_parts(["1.0", "1.1"], lambda _: Comparison(False, None, None, None, None, None, ()))
+    found = first_that_parts(["1.0", "1.1"], lambda _: TrainingComparison(False, None, None, None, None, None, ()))
     assert (found.first, found.last_alike) == (None, "1.1")
     assert answer("toyrate", "1.0", found) == "toyrate 1.0 to 1.1 do not part."
 
@@ -105,12 +105,12 @@ def test_releases_are_those_between(toyrate: None) -> None:
 def test_the_search_is_right_wherever_the_first_is(first: int, broken: set[int]) -> None:
     releases, tried = [str(number) for number in range(12)], []
 
-    def compared(release: str) -> Comparison:
+    def compared(release: str) -> TrainingComparison:
         tried.append(release)
         if int(release) in broken:
             raise ImpossibleError("broken")
         parts = int(release) >= first
-        return Comparison(parts, 1 if parts else None, None, "rates" if parts else None, None, "x", ())
+        return TrainingComparison(parts, 1 if parts else None, None, "rates" if parts else None, None, "x", ())
 
     found = first_that_parts(releases, compared)
     runs = [number for number in range(first, 12) if number not in broken]

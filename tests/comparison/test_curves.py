@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_silent.commands.compare import CompareOptions, compare_command
+from ds_silent.commands.compare_runs import CompareOptions, compare_command
 from ds_silent.comparison.curves import block_length, compare_curves, mean_interval
 
 

@@ -58,6 +58,11 @@ RUN_BY: dict[str, str] = {
     "ds-silent alert --test env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent watch runs/my-run --alert env:SLACK_URL": "tests/alerts/test_commands.py",
     "ds-silent doctor": "tests/commands/test_doctor.py",
+    "ds-silent compare runs/a runs/b": "tests/comparison/test_command.py",
+    "ds-silent compare runs/a runs/b runs/a-again": "tests/comparison/test_command.py",
+    "ds-silent compare --golden runs/golden runs/new --assert --json compare.json --junit compare.xml": (
+        "tests/comparison/test_command.py"
+    ),
     "ds-silent report runs/my-run": "tests/runs/report/test_report.py",
     "ds-silent report runs/monday runs/tuesday -o both.html": "tests/runs/report/test_report.py",
     "ds-silent schema block": "tests/commands/test_schema.py",
@@ -99,6 +104,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/overhead.py": 90,
     "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
     "python benchmarks/paft.py --part bursts": 120,
+    "python benchmarks/parting.py --seeds 20 --healthy 20": 60,
     "python benchmarks/paft.py --part cost": 30,
     "python benchmarks/paft.py --part divergence": 60,
     "python benchmarks/paft.py --part language": 90,

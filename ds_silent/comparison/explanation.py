@@ -1,6 +1,6 @@
 """Why two trainings part: what the numbers of the first step that parts, the settings and the rows say.
 
-    why = explain(Case(finding, apart, pairs, ...))
+    why = explain(Case(parting, apart, pairs, ...))
     why.layers, why.factor, why.cause            # ("layers.1",), 1.001, "this layer's gradient alone, times 1.001"
 
 Every sentence says what was measured; what it comes from is named only where a setting says so.
@@ -26,22 +26,23 @@ from ds_silent.comparison.factors import (
     shared_factor,
     times,
 )
-from ds_silent.comparison.judgement import Finding
 from ds_silent.comparison.levels import Bounds
 from ds_silent.comparison.matching import coarse
 from ds_silent.comparison.pairing import Pairs
+from ds_silent.comparison.past import Parting
 from ds_silent.trace import Head, Rows, Trace
 
 Said = tuple[str, float | None, str]
 """The sentence, the factor, and a part of the name of the setting that would explain it best."""
 LOOKED_AROUND = 32  # steps, for the rows of this one
+AHEAD = 2  # steps at which a schedule must be a step ahead
 
 
 @dataclass(frozen=True)
 class Case:
     """All that is known when a link parts."""
 
-    finding: Finding
+    parting: Parting
     apart: Differences
     pairs: Pairs
     bounds: Bounds
@@ -73,10 +74,12 @@ def explain(case: Case) -> Explanation:
         "update": _update,
         "rates": _rates,
     }
-    cause, factor, likely = asked[case.finding.link](case) if case.finding.kind != "bias" else _leans(case)
-    if case.loaded and case.finding.kind != "bias":
+    cause, factor, likely = asked[case.parting.link](case) if case.parting.kind != "bias" else _leans(case)
+    if case.loaded and case.parting.kind != "bias":
         cause += f"; {case.loaded} went on from a checkpoint right before"
-    setting = explaining(case.finding.link, case.settings, likely)
+    if case.first and case.pairs.lonely and case.parting.link in ("loss", "local", "reduced"):
+        cause += f"; {case.pairs.lonely}"
+    setting = explaining(case.parting.link, case.settings, likely)
     if setting is not None:
         cause += f" ({setting.sentence})"
     return Explanation(cause, factor, _layers(case))
@@ -84,12 +87,12 @@ def explain(case: Case) -> Explanation:
 
 def _layers(case: Case) -> tuple[str, ...]:
     """Names of the layers that part: gradients come in the order of the backward, all else in that of the forward."""
-    if case.finding.link in ("weights", "update"):
-        tensors = sorted((case.pairs.tensors[place] for place in case.finding.places), key=lambda one: one.order)
+    if case.parting.link in ("weights", "update"):
+        tensors = sorted((case.pairs.tensors[place] for place in case.parting.places), key=lambda one: one.order)
         return tuple(dict.fromkeys(one.where for one in tensors))
-    layers = sorted((case.pairs.layers[place] for place in case.finding.places), key=lambda one: one.order)
+    layers = sorted((case.pairs.layers[place] for place in case.parting.places), key=lambda one: one.order)
     names = [one.name for one in layers]
-    return tuple(names[::-1] if case.finding.link == "local" else names)
+    return tuple(names[::-1] if case.parting.link == "local" else names)
 
 
 # -- rows and weights --------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def _step_with(trace: Trace, rows: Rows, near: int) -> int | None:
 
 
 def _weights(case: Case) -> Said:
-    chosen = [case.pairs.tensors[place] for place in case.finding.places]
+    chosen = [case.pairs.tensors[place] for place in case.parting.places]
     ones = [case.apart.a.weights[one.here].astype(float) for one in chosen]  # type: ignore[index]
     others = [case.apart.b.weights[one.there].astype(float) for one in chosen]  # type: ignore[index]
     what = "initial weights" if case.apart.a.step <= 1 else "weights"
@@ -171,7 +174,7 @@ def _loss(case: Case) -> Said:
         return f"the loss {one:.6g} is {other:.6g}{weighed}", ratio, "loss"
     size = f"the loss {one:.7g} is {other:.7g} in B on the same rows and weights"
     local = case.apart.local
-    if case.first and local is not None and case.finding.size < 1e-2 and np.nanmax(local.relative) < 0.1:
+    if case.first and local is not None and case.parting.size < 1e-2 and np.nanmax(local.relative) < 0.1:
         return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
     return f"{size}: another forward or another loss" if case.first else f"{size}: another forward", None, ""
 
@@ -189,12 +192,12 @@ def _objective(case: Case) -> str:
 
 
 def _gradient(case: Case) -> Said:
-    gradient = getattr(case.apart, case.finding.link)
+    gradient = getattr(case.apart, case.parting.link)
     weighed = _objective(case)
     common = common_factor(gradient, case.bounds)
-    if common is not None and len(case.finding.places) == len(gradient.ratio):
+    if common is not None and len(case.parting.places) == len(gradient.ratio):
         return f"the gradient of every layer is {times(common)} A's{_named(common, case)}{weighed}", common, "accum"
-    places = list(case.finding.places)
+    places = list(case.parting.places)
     lost = [place for place in places if not math.isfinite(gradient.relative[place])]
     if lost:
         return "one of the two gradients is not finite", None, "loss scale"
@@ -208,23 +211,23 @@ def _gradient(case: Case) -> Said:
     if len(places) == len(gradient.ratio):
         turned = turned.replace(", in", " in all layers, in")
         return f"the same loss, and another gradient{turned}{weighed}", None, ""
-    return f"{only}{turned}, by {case.finding.size:.2g} of its length", None, ""
+    return f"{only}{turned}, by {case.parting.size:.2g} of its length", None, ""
 
 
 def _reduced(case: Case) -> Said:
-    if case.finding.kind != "own":
+    if case.parting.kind != "own":
         return _gradient(case)
-    side = 0 if case.finding.culprit == "A" else 1
+    side = 0 if case.parting.culprit == "A" else 1
     step = (case.apart.a, case.apart.b)[side]
     assert step.local is not None
     assert step.reduced is not None
-    layer = case.pairs.layers[case.finding.places[0]]
+    layer = case.pairs.layers[case.parting.places[0]]
     place = (layer.a, layer.b)[side]
     local, reduced = (each.layer_sketches[place].astype(float) for each in (step.local, step.reduced))
     factor = multiple_of(local, reduced)
-    what = f"{case.finding.culprit}'s reduced gradient is not the mean of its ranks' gradients"
+    what = f"{case.parting.culprit}'s reduced gradient is not the mean of its ranks' gradients"
     if factor is None:
-        return f"{what}: it is off by {case.finding.size:.2g} of its length", None, ""
+        return f"{what}: it is off by {case.parting.size:.2g} of its length", None, ""
     return f"{what}, but {factor:.5g} times it{_named(factor, case)}", factor if side else 1.0 / factor, ""
 
 
@@ -232,16 +235,17 @@ def _applied(case: Case) -> Said:
     one, other = case.apart.a, case.apart.b
     assert one.applied is not None
     assert other.applied is not None
-    if case.finding.kind == "own":
-        who = case.finding.culprit
-        rest = f"{case.finding.size:.2g} of its length are left"
+    if case.parting.kind == "own":
+        who = case.parting.culprit
+        rest = f"{case.parting.size:.2g} of its length are left"
         return f"what {who}'s optimizer used is no multiple of its reduced gradient: {rest}", None, ""
     factor = case.apart.factor
     used = [step.applied.factor for step in (one, other)]  # type: ignore[union-attr]
     norms = [None if step.reduced is None else step.reduced.norm for step in (one, other)]
     said = []
     for name, c, norm in zip("AB", used, norms, strict=True):
-        said.append(f"{name} clips to {c * norm:.4g}" if c < 1.0 and norm is not None else f"{name} uses {c:.4g} of it")
+        clips = f"clips to {c * norm:.4g}" if 0.0 < c < 1.0 and norm is not None else f"uses {c:.4g} of it"
+        said.append(f"{name} {clips if c else 'leaves the step out'}")
     return f"another clip factor: {', '.join(said)}", factor, "clip"
 
 
@@ -249,10 +253,10 @@ def _applied(case: Case) -> Said:
 
 
 def _update(case: Case) -> Said:
-    moved, places = case.apart.update, case.finding.places
+    moved, places = case.apart.update, case.parting.places
     assert moved is not None
-    if case.finding.kind == "way":
-        far = f"by {case.finding.size:.0%} of the way since the first step"
+    if case.parting.kind == "way":
+        far = f"by {case.parting.size:.0%} of the way since the first step"
         what = f"no single update shows it, but the weights have come apart {far}: {_names(case)}"
         return what, None, "precision of what"
     still = [name for name, size in zip("AB", moved.size, strict=True) if not size[list(places)].any()]
@@ -294,7 +298,7 @@ def _fewer_digits(one: Array, other: Array) -> str:
 
 
 def _names(case: Case) -> str:
-    tensors = sorted((case.pairs.tensors[place] for place in case.finding.places), key=lambda one: one.order)
+    tensors = sorted((case.pairs.tensors[place] for place in case.parting.places), key=lambda one: one.order)
     if len(tensors) == len(case.pairs.tensors):
         return "all tensors"
     more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
@@ -310,25 +314,30 @@ def _rates(case: Case) -> Said:
     one, other = ones[group], others[group]
     where = f" of group {group}" if len(ones) > 1 else ""
     factor = other / one if one else None
-    for trace, step, rates, names in (
-        (case.traces[0], case.apart.a.step, case.apart.b.rates, "BA"),
-        (case.traces[1], case.apart.b.step, case.apart.a.rates, "AB"),
-    ):
-        later = step + 1
-        if later in trace and tuple(trace.at(later).rates) == tuple(rates):
-            ahead = f"{names[0]}'s schedule is a step ahead of {names[1]}'s"
-            return f"{ahead}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
+    steps = case.apart.a.step, case.apart.b.step
+    for ahead, behind in ((1, 0), (0, 1)):
+        if all(
+            _rates_at(case.traces[behind], steps[behind] + 1 + later)
+            == _rates_at(case.traces[ahead], steps[ahead] + later)
+            for later in range(AHEAD)
+        ):
+            said = f"{'AB'[ahead]}'s schedule is a step ahead of {'AB'[behind]}'s"
+            return f"{said}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
     since = "" if case.first else " from this step on"
     return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B", factor, "lr"
+
+
+def _rates_at(trace: Trace, step: int) -> tuple[float | None, ...] | None:
+    return tuple(trace.at(step).rates) if step in trace else None
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
 
 
 def _leans(case: Case) -> Said:
-    factor = case.finding.factor
+    factor = case.parting.factor
     assert factor is not None
-    what = "loss" if case.finding.link == "loss" else f"{case.finding.link} gradient's norm"
+    what = "loss" if case.parting.link == "loss" else f"{case.parting.link} gradient's norm"
     leans = f"leans to one side from here on: it is {times(factor)} A's"
     return f"each step is within rounding, but the {what} {leans}", factor, ""
 

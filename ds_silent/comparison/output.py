@@ -7,6 +7,7 @@ write_json(found, "compare.json"); write_junit(found, "compare.xml")
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.comparison.result import PHRASES, Comparison, LinkResult
+from ds_silent.comparison.result import PHRASES, LinkResult, TrainingComparison
 from ds_silent.json_form import to_json
 from ds_silent.text import one_line, printable
 
@@ -29,7 +30,7 @@ STATES = {
 }
 
 
-def print_comparison(found: Comparison, console: Console, brief: bool = False) -> None:
+def print_comparison(found: TrainingComparison, console: Console, brief: bool = False) -> None:
     """Print the answer, and behind it the table, the settings and what was left out; ``brief``: the answer alone."""
     console.print(Text(printable(found.sentence)), soft_wrap=True)
     if brief:
@@ -55,7 +56,7 @@ def _print_list(console: Console, title: str, lines: list[str]) -> None:
         console.print(f"  and {len(lines) - MOST_LINES} more")
 
 
-def _table(found: Comparison) -> Table:
+def _table(found: TrainingComparison) -> Table:
     table = Table()
     table.add_column("link")
     table.add_column("verdict")
@@ -73,17 +74,21 @@ def _cells(one: LinkResult) -> tuple[str, ...]:
         return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
     exact = one.link in ("rows", "rates")
     largest = "" if exact or not one.largest else f"{one.largest:.2g}"
-    share = "" if exact or not one.share else (f"{one.share:.0%}" if one.share < 10.0 else f"{one.share:.2g} times")
+    share = (
+        ""
+        if exact or not one.share
+        else (f"{one.share:.0%}" if not 10.0 <= one.share < math.inf else f"{float(f'{one.share:.2g}'):,.0f} times")
+    )
     return PHRASES[one.link], STATES[one.state], step, str(one.compared), str(one.equal), largest, share
 
 
-def write_json(found: Comparison, path: str | Path) -> None:
+def write_json(found: TrainingComparison, path: str | Path) -> None:
     """Write every field of the comparison; a non-finite number is a string."""
     value = to_json(found)
     Path(path).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def write_junit(found: Comparison, path: str | Path) -> None:
+def write_junit(found: TrainingComparison, path: str | Path) -> None:
     """Write one test case per link, as CI systems show them; what follows from a parting is skipped."""
     cases = [one for one in found.links if found.link != "settings"]
     suite = ElementTree.Element("testsuite", name="ds-silent compare", errors="0")

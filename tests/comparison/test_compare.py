@@ -1,0 +1,351 @@
+"""Where two trainings part: faults that were put in, and healthy trainings that round otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_silent import trace
+from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
+from tests.comparison.conftest import Trained
+from tests.support.traced import Training, write
+
+MLP = {"model": "mlp", "lr": 3e-3}
+FAULTS = {
+    "rate": ("rates", None, 1.1, "another rate of group 0"),
+    "layer-scaled": ("local", "layers.0", 1.001, "this layer's gradient alone, 1.0010001 times A's"),
+    "row": ("rows", None, None, "other rows in this step alone"),
+    "sign": ("local", "layers.0", None, "this layer's gradient alone, in another direction"),
+    "masters": ("update", "embedding", None, "B keeps 8 binary digits of the weights (bf16)"),
+    "clipping": ("applied", None, None, "A uses 1 of it, B clips to 0.5"),
+    "reduced": ("reduced", "layers.0", 1.01, "B's reduced gradient is not the mean of its ranks' gradients, but 1.01"),
+    "gradient-scaled": ("local", "norm", 0.5, "the gradient of every layer is 0.5 times A's"),
+}
+FROM_THE_START = {
+    "decay": ("update", "layers.0", "as a weight decay +0.01 in B does"),
+    "epsilon": (
+        "update",
+        "embedding",
+        "every element moves less in B, each by a share of its own, as with a larger eps",
+    ),
+    "initial": ("weights", "embedding", "other initial weights, in 1 of 28 tensors"),
+}
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("since", [1, 6])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_at_its_step(trained: Trained, fault: str, since: int, ranks: int) -> None:
+    link, layer, factor, cause = FAULTS[fault]
+    found = compare(trained(), trained(fault=fault, since=since, ranks=ranks))
+    assert (found.parted, found.step, found.link, found.layer) == (True, since, link, layer)
+    assert found.cause is not None
+    assert found.cause.startswith(cause) or cause in found.cause
+    if factor is not None:
+        assert found.factor == pytest.approx(factor, rel=1e-4)
+    assert f" at step {since}" in found.sentence
+    assert layer is None or layer in found.sentence
+
+
+@pytest.mark.parametrize("fault", FROM_THE_START)
+def test_a_fault_of_the_whole_training_is_named_at_its_first_step(trained: Trained, fault: str) -> None:
+    link, layer, cause = FROM_THE_START[fault]
+    found = compare(trained(), trained(fault=fault, ranks=2))
+    assert (found.step, found.link, found.layer) == (1, link, layer)
+    assert cause in str(found.cause)
+
+
+def test_accumulation_that_is_not_divided_is_counted(trained: Trained) -> None:
+    found = compare(trained(), trained(fault="accumulation", accumulation=4, ranks=2))
+    assert (found.step, found.link, len(found.layers)) == (1, "local", 7)
+    assert found.factor == pytest.approx(4.0, rel=1e-5)
+    assert "4 times A's, as many as B's micro-batches, as if B did not divide by them" in str(found.cause)
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp", "split"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_healthy_repetitions_do_not_part(trained: Trained, model: str, optimizer: str, dtype: str) -> None:
+    training = {"model": model, "optimizer": optimizer, "dtype": dtype, "lr": 1e-3 if optimizer == "adamw" else 0.1}
+    for seed in (1, 2):
+        a = trained(seed=seed, **training)
+        for changes in ({"ranks": 2}, {"ranks": 8}, {"ranks": 2, "accumulation": 2}, {"order": 1}):
+            found = compare(a, trained(seed=seed, **training, **changes))
+            assert not found.parted, found.sentence
+            assert found.compared == 10
+            assert max(one.share for one in found.links) < 0.5
+
+
+def test_the_growth_of_rounding_by_chaos_is_no_fault(trained: Trained) -> None:
+    """With this rate the trainings are as far apart after 25 steps as two seeds: each step up to ten times further."""
+    chaotic = {"model": "mlp", "optimizer": "momentum", "lr": 1.0, "clip": 0.0, "steps": 32}
+    for seed in (1, 2, 3):
+        found = compare(trained(seed=seed, **chaotic), trained(seed=seed, ranks=2, **chaotic))
+        assert not found.parted, found.sentence
+        assert found.blind_from is not None
+        assert "rounding has grown too large to judge gradients by" in found.sentence
+        later = compare(trained(seed=seed, **chaotic), trained(seed=seed, ranks=2, fault="rate", since=30, **chaotic))
+        assert (later.link, later.step) == ("rates", 30)  # what is exact is judged all the same
+
+
+def test_every_number_the_same(trained: Trained) -> None:
+    found = compare(trained(), trained())
+    assert found.sentence == "The trainings do not part: 10 steps (1 to 10) with every number the same."
+    assert {one.state for one in found.links} == {"equal"}
+    assert (found.step, found.layer, found.link, found.factor, found.cause) == (None,) * 5
+
+
+def test_settings_that_move_no_number_are_listed_and_part_nothing(trained: Trained) -> None:
+    found = compare(trained(), trained(settings={"gradient_clipping": 0.75, "zero_optimization.stage": 2}))
+    assert not found.parted
+    assert {one.name: one.shares for one in found.settings} == {
+        "gradient_clipping": False,
+        "zero_optimization.stage": True,
+    }
+    later = compare(trained(), trained(fault="rate", settings={"lr": 1.1e-3}))
+    assert str(later.cause).endswith("(lr: 0.001 in A, 0.0011 in B)")
+
+
+def test_a_default_that_changed_is_named(tmp_path: Path, trained: Trained) -> None:
+    def by_default(path: Path) -> Path:
+        lines = (path / trace.NAME).read_text().splitlines()
+        head = json.loads(lines[0])
+        head["settings"]["gradient_clipping"]["from"] = "default"
+        head["versions"]["deepspeed"] = "0.18.5" if path == trained() else "0.19.3"
+        target = tmp_path / path.name
+        target.mkdir()
+        (target / trace.NAME).write_text("\n".join([json.dumps(head), *lines[1:]]) + "\n")
+        return target
+
+    found = compare(by_default(trained()), by_default(trained(fault="clipping")))
+    assert found.link == "applied"
+    changed = "(gradient_clipping: 1.0 by default in A, 0.5 by default in B, a default that changed)"
+    assert str(found.cause).endswith(changed)
+    assert found.versions == ("deepspeed 0.18.5 in A, 0.19.3 in B",)
+
+
+def test_a_bias_within_the_bound_is_found_over_the_steps(trained: Trained) -> None:
+    """1 % of one layer is below what bf16 may round to at one step."""
+    training = {**MLP, "dtype": "bf16", "steps": 40}
+    found = compare(trained(**training), trained(fault="reduced", since=7, ranks=2, **training))
+    assert (found.link, found.layer) == ("reduced", "layers.2")
+    assert abs(found.step - 7) <= 1  # type: ignore[operator]
+    assert found.factor == pytest.approx(1.01, rel=2e-3)
+    assert "leans to one side from here on" in str(found.cause)
+    assert not compare(trained(**training), trained(ranks=2, **training)).parted
+
+
+def test_a_repetition_of_a_says_how_far_apart_they_may_be(trained: Trained) -> None:
+    chaotic = {"model": "mlp", "optimizer": "momentum", "lr": 1.0, "clip": 0.0, "steps": 24}
+    a, again, b = trained(**chaotic), trained(order=1, **chaotic), trained(ranks=2, **chaotic)
+    assert not compare(a, b, again).parted
+    faulty = trained(ranks=2, fault="layer-scaled", since=6, **chaotic)
+    assert (compare(a, faulty, again).step, compare(a, faulty, again).link) == (6, "local")
+    assert compare(a, faulty, a).step == 6  # every bit of A: growth is then measured from A and B
+
+
+def test_a_tolerance_widens_the_bound(trained: Trained) -> None:
+    scaled = trained(fault="layer-scaled")
+    assert compare(trained(), scaled).parted
+    assert not compare(trained(), scaled, tolerance=0.02).parted
+    assert compare(trained(), trained(fault="gradient-scaled"), tolerance=0.02).parted
+    with pytest.raises(ComparisonError, match=r"tolerance must be a relative difference from 0 to below 1, got 1\.5"):
+        compare(trained(), scaled, tolerance=1.5)
+
+
+def test_other_names_are_no_other_training(trained: Trained) -> None:
+    renamed = trained(ranks=2, names=_renamed)
+    found = compare(trained(), renamed)
+    assert not found.parted
+    assert found.left_out == ()
+    scaled = compare(trained(), trained(fault="layer-scaled", since=4, names=_renamed))
+    assert (scaled.step, scaled.layer) == (4, "layers.0")
+
+
+def _renamed(name: str) -> str:
+    return f"module.base.{name}".replace("layers", "h").replace("weight", "w")
+
+
+# -- traces that are changed by hand -----------------------------------------------------------------------------------
+
+Change = Callable[[trace.Step], trace.Step]
+
+
+def changed(source: Path, target: Path, change: Change, head: Callable[[trace.Head], trace.Head] = lambda h: h) -> Path:
+    """A copy of a trace with other steps."""
+    found = trace.read_trace(source)
+    target.mkdir()
+    lines = [trace.write_head(head(found.head)), *(trace.write_step(change(step)) for step in found)]
+    (target / trace.NAME).write_text("".join(f"{line}\n" for line in lines))
+    return target
+
+
+def test_a_choice_that_rounding_tips_is_no_parting(tmp_path: Path, trained: Trained) -> None:
+    def tip(step: trace.Step) -> trace.Step:
+        if step.step != 5 or step.local is None:
+            return step
+        noise = np.random.default_rng(1).standard_normal(step.local.layer_sketches.shape)
+        size = np.linalg.norm(step.local.layer_sketches, axis=1, keepdims=True) / 8.0
+        sketches = (step.local.layer_sketches + 0.005 * size * noise).astype(np.float32)
+        return replace(step, local=replace(step.local, layer_sketches=sketches))
+
+    found = compare(trained(), changed(trained(ranks=2), tmp_path / "b", tip))
+    assert not found.parted
+    assert (
+        "step 5: a small difference that was gone at the next, as a choice tipped by rounding makes" in found.left_out
+    )
+
+
+def test_rows_in_another_order(tmp_path: Path, trained: Trained) -> None:
+    rows = {step.step: step.rows for step in trace.read_trace(trained())}
+
+    def shifted(step: trace.Step) -> trace.Step:
+        return replace(step, rows=rows.get(step.step + 1, step.rows) if step.step >= 4 else step.rows)
+
+    found = compare(trained(), changed(trained(), tmp_path / "b", shifted))
+    assert (found.step, found.link) == (4, "rows")
+    assert found.cause == "B's rows of this step are those of A's step 5: the order is shifted"
+
+    def larger(step: trace.Step) -> trace.Step:
+        return replace(step, rows=replace(step.rows, count=32, hash="0" * 16), samples=2 * (step.samples or 0))
+
+    other = compare(trained(), changed(trained(), tmp_path / "c", larger))
+    assert (other.step, other.link, other.paired_by) == (2, "rows", "samples")
+    assert other.cause == "a step takes 16 rows in A and 32 in B"
+
+
+def test_steps_that_are_numbered_otherwise_are_paired_by_the_rows(tmp_path: Path, trained: Trained) -> None:
+    def later(step: trace.Step) -> trace.Step:
+        return replace(step, step=step.step + 100)
+
+    found = compare(trained(), changed(trained(ranks=2), tmp_path / "b", later))
+    assert (found.parted, found.paired_by, found.compared) == (False, "samples", 10)
+    fault = trained(ranks=2, fault="rate", since=6)
+    late = compare(trained(), changed(fault, tmp_path / "c", later))
+    assert (late.step, late.step_of_b) == (6, 106)
+    assert "at step 6 (106 of B)" in late.sentence
+
+
+def test_a_trace_of_every_third_step(trained: Trained) -> None:
+    found = compare(trained(), trained(ranks=2, interval=3))
+    assert (found.parted, found.compared) == (False, 4)
+    assert found.left_out == ("6 steps of A that B has not",)
+    assert (late := compare(trained(), trained(interval=3, fault="decay"))).link == "update"
+    assert late.step == 1
+
+
+@pytest.mark.parametrize("gone", ["rows", "loss", "local", "reduced", "applied", "weights", "rates"])
+def test_what_is_not_known_is_left_out(tmp_path: Path, trained: Trained, gone: str) -> None:
+    def forget(step: trace.Step) -> trace.Step:
+        return replace(step, **{gone: () if gone == "rates" else None})
+
+    found = compare(trained(), changed(trained(ranks=2), tmp_path / "b", forget))
+    assert not found.parted
+    assert any(line.endswith("not in both traces") and gone in line for line in found.left_out)
+    assert {one.link for one in found.links if one.state == "unknown"} >= {gone}
+    fault = "rate" if gone != "rates" else "layer-scaled"
+    assert compare(trained(), changed(trained(fault=fault, since=3), tmp_path / "c", forget)).step == 3
+
+
+def test_not_a_number_in_one_of_the_two(tmp_path: Path, trained: Trained) -> None:
+    def lost(step: trace.Step) -> trace.Step:
+        return replace(step, loss=float("nan")) if step.step == 4 else step
+
+    found = compare(trained(), changed(trained(), tmp_path / "b", lost))
+    assert (found.step, found.link) == (4, "loss")
+    assert "in A and nan in B" in str(found.cause)
+    both = compare(changed(trained(), tmp_path / "a", lost), tmp_path / "b")
+    assert not both.parted
+
+
+def test_weights_that_another_checkpoint_brought(tmp_path: Path, trained: Trained) -> None:
+    """B goes on at step 6 with the weights of another training."""
+    lines, other = [], trace.read_trace(trained(seed=2))
+    for step in trace.read_trace(trained()):
+        if step.step == 6:
+            lines.append(trace.write_head(trace.read_trace(trained()).head))
+        lines.append(trace.write_step(replace(step, weights=other.at(step.step).weights) if step.step >= 6 else step))
+    path = tmp_path / "b" / trace.NAME
+    path.parent.mkdir()
+    path.write_text("\n".join([trace.write_head(other.head), *lines]) + "\n")
+    found = compare(trained(), path)
+    assert (found.step, found.link, found.layer) == (6, "weights", "embedding")
+    assert str(found.cause).startswith("other weights, in ")
+    assert str(found.cause).endswith("; B went on from a checkpoint right before")
+
+
+def test_a_healthy_restart(tmp_path: Path, trained: Trained) -> None:
+    found = trace.read_trace(trained(ranks=2))
+    lines = [trace.write_head(found.head)]
+    for step in found:
+        lines += [trace.write_head(found.head)] * (step.step == 6) + [trace.write_step(step)]
+    (tmp_path / trace.NAME).write_text("\n".join(lines) + "\n")
+    assert not compare(trained(), tmp_path).parted
+
+
+def test_runs_that_both_went_on_from_a_checkpoint(tmp_path: Path, trained: Trained) -> None:
+    def later(source: Path, target: Path) -> Path:
+        found = trace.read_trace(source)
+        target.mkdir()
+        lines = [trace.write_head(found.head), *(trace.write_step(found.at(n)) for n in range(5, 11))]
+        (target / trace.NAME).write_text("".join(f"{line}\n" for line in lines))
+        return target
+
+    a = later(trained(), tmp_path / "a")
+    assert not compare(a, later(trained(ranks=2), tmp_path / "b")).parted
+    other = compare(a, later(trained(fault="decay"), tmp_path / "c"))
+    assert (other.step, other.link) == (5, "update")
+    seed = compare(a, later(trained(fault="initial"), tmp_path / "d"))
+    assert (seed.step, seed.link) == (5, "weights")
+
+
+def test_models_that_have_nothing_in_common(tmp_path: Path, trained: Trained) -> None:
+    found = compare(trained(), trained(**MLP))
+    assert (found.parted, found.step, found.link) == (True, 1, "settings")
+    assert found.sentence.startswith("The trainings part before step 1, in the settings: the models have no tensor in")
+
+
+def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path, trained: Trained) -> None:
+    with pytest.raises(TraceError, match="does not exist"):
+        compare(trained(), tmp_path / "nothing")
+    far = changed(trained(), tmp_path / "far", lambda step: replace(step, step=step.step + 500, samples=None))
+    with pytest.raises(ComparisonError) as raised:
+        compare(trained(), far)
+    assert str(raised.value) == (
+        "A and B have no step in common: steps 1 to 10 in A, steps 501 to 510 in B; trace the same steps"
+    )
+    for text, wrong in (("[1]", "is no object of names"), ("{", "is not JSON")):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(ComparisonError, match=wrong):
+            compare(trained(), trained(), names=tmp_path / "map.json")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / trace.NAME).write_text(trace.write_head(trace.read_trace(trained()).head) + "\n")
+    with pytest.raises(ComparisonError, match="none in B"):
+        compare(trained(), empty)
+
+
+def test_the_result_is_frozen_and_complete(trained: Trained) -> None:
+    found = compare(trained(), trained(fault="sign", since=6))
+    assert isinstance(found, TrainingComparison)
+    fields: dict[str, Any] = vars(found)
+    assert {"parted", "step", "layer", "link", "factor", "cause", "left_out", "sentence"} <= set(fields)
+    with pytest.raises(AttributeError):
+        found.step = 1  # type: ignore[misc]
+    assert found.equal_until == 5
+    states = {one.link: (one.state, one.step) for one in found.links}
+    assert states["loss"][0] in ("rounding", "follows", "equal")
+    assert states["local"] == ("parts", 6)
+    assert states["reduced"] == ("follows", 6)
+    assert states["rates"] == ("equal", None)
+
+
+def test_one_training_is_enough_for_a_test_of_the_writer(tmp_path: Path) -> None:
+    one = write(Training(steps=2, model="mlp"), tmp_path / "a")
+    assert not compare(one, one).parted
