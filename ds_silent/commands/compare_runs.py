@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from ds_silent.comparison import ComparisonError, TraceError, compare
-from ds_silent.comparison.curves import compare_curves, print_curves
 from ds_silent.comparison.output import print_comparison, write_json, write_junit
 from ds_silent.json_form import to_json
+from ds_silent.runs.curves import compare_curves, print_curves
 from ds_silent.runs.run import ReadingError
 from ds_silent.text import printable
 

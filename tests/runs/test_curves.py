@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_silent.commands.compare_runs import CompareOptions, compare_command
-from ds_silent.comparison.curves import block_length, compare_curves, mean_interval
+from ds_silent.runs.curves import block_length, compare_curves, mean_interval
 
 
 def autoregressive(steps: int, phi: float, rng: np.random.Generator) -> np.ndarray:
