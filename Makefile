@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs test-package test-versions scale unchanged house works readme docs lint format clean
+.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs compare-versions compare-releases test-package test-versions scale unchanged house works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,16 @@ test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 test-real-bugs: $(READY) ## released versions of frameworks that train wrongly: what is found (40 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/real_bugs.py
 	@$(PYTHON_IN_VENV) benchmarks/released_bugs.py
+
+GOOD ?= 0.18.3
+BAD ?= 0.19.8
+compare-versions: $(READY) ## where two releases of DeepSpeed part: GOOD=0.18.3 BAD=0.19.8, by halves (5 minutes)
+	@sh .ci/setup.sh unlock
+	@ds-silent bisect deepspeed --good $(GOOD) --bad $(BAD) --directory build/bisect -- \
+		torchrun --standalone --nproc_per_node 2 -m ds_silent benchmarks/compare_versions.py
+
+compare-releases: $(READY) ## where releases with a bug part from those without it, 18 pairs (15 minutes)
+	@$(PYTHON_IN_VENV) benchmarks/released_bugs.py --compare
 
 test-package: ## build the wheel and run it in fresh environments, alone and with each extra (10 minutes)
 	@sh .ci/test_package.sh

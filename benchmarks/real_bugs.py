@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from real_bugs_settings import KNOWN, SURVEY, Outcome, Setting
-from releases import laid_over
+
+from ds_silent.comparison.releases import laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "real-bugs"

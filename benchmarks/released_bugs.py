@@ -3,13 +3,15 @@
     python benchmarks/released_bugs.py                       # all of released_bugs_list.py: make test-real-bugs
     python benchmarks/released_bugs.py --only warmup dpo     # rows whose names have one of these parts
     python benchmarks/released_bugs.py --json found.json
+    python benchmarks/released_bugs.py --compare             # where wrong and right release part: make compare-releases
 
 Each row names a release in which something is wrong and, where there is one, a release in which it is right. Releases
 are laid over the environment, each package in a folder of its own below build/released-bugs. Both train a few steps on
 two gloo ranks, observed and not. The number is computed by hand in released_bugs_deepspeed.py, _trainer.py and
 _rows.py: the wrong release must be wrong by it, with and without ds_silent alike, the right one right and silent. The
 exit status is 0 only then, and where each row is told as it says: by an event of that kind, at the first wrong step or
-before it; or not at all, with the reason.
+before it; or not at all, with the reason. With ``--compare`` both are traced, too, and ``ds_silent.compare`` must name
+the link that the list names, at the step at which the number is wrong first.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,12 +35,15 @@ import released_bugs_rows
 import released_bugs_trainer
 from released_bugs_base import CASES, Found, Watch
 from released_bugs_list import LIST, Bug
-from releases import ImpossibleError, laid_over
+
+from ds_silent.comparison.releases import ImpossibleError, laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "released-bugs"
 TRAININGS = (released_bugs_deepspeed, released_bugs_trainer, released_bugs_rows)
 """Their functions are in CASES once they are imported."""
+TRACES = "RELEASED_BUGS_TRACES"
+"""Environment variable: the folder in which a release's traces are kept; without it nothing is traced."""
 TOLERANCE = 1e-3
 """From which error on a release is wrong; fp32's own roundings stay below 1e-4 in all of them."""
 
@@ -51,6 +57,7 @@ class Run:
     events: tuple[dict[str, Any], ...] = ()
     objective: dict[str, Any] | None = None  # of the first record
     failure: str = ""
+    trace: str = ""  # directory of the observed training's records
 
     @property
     def wrong_since(self) -> int | None:
@@ -99,10 +106,12 @@ def _both(bug: Bug, directory: Path) -> Run:
     import torch.distributed as dist
 
     found: dict[str, Found | None] = {}
+    kept = os.environ.get(TRACES, "")
+    traced: dict[str, Any] = {"trace": {}} if kept else {}
     for part in ("observed", "alone"):
         own = directory / part
         own.mkdir(parents=True)
-        block = {"output_dir": str(own / "silent"), "tensorboard": False} if part == "observed" else None
+        block = {"output_dir": str(own / "silent"), "tensorboard": False, **traced} if part == "observed" else None
         try:
             found[part] = CASES[bug.case](Watch(own, block), **bug.given)
         except Exception as error:
@@ -111,7 +120,10 @@ def _both(bug: Bug, directory: Path) -> Run:
         dist.barrier()
     events, records = (_lines(directory / "observed" / "silent" / f"{name}.jsonl") for name in ("events", "metrics"))
     objective = records[0].get("objective") if records else None
-    return Run(found["observed"], found["alone"], tuple(events), objective)
+    trace = Path(kept, f"{LIST.index(bug)}.jsonl") if kept and records else None
+    if trace is not None:
+        shutil.copy(directory / "observed" / "silent" / "trace.jsonl", trace)
+    return Run(found["observed"], found["alone"], tuple(events), objective, trace=str(trace or ""))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -121,8 +133,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 # -- outside ----------------------------------------------------------------------------------------------------------
 
 
-def runs_of(release: Sequence[str], names: Sequence[str]) -> dict[str, Run]:
-    """Train these rows with one release, in fresh processes."""
+def runs_of(release: Sequence[str], names: Sequence[str], traces: Path | None = None) -> dict[str, Run]:
+    """Train these rows with one release, in fresh processes; ``traces``: keep theirs there."""
     try:
         folders = [laid_over(CACHE / one.replace("==", "-"), (one,)) for one in release]
     except ImpossibleError as error:
@@ -130,6 +142,9 @@ def runs_of(release: Sequence[str], names: Sequence[str]) -> dict[str, Run]:
     quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     variables = {**os.environ, **quiet, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (*folders, ROOT)))
+    if traces is not None:
+        traces.mkdir(parents=True)
+        variables[TRACES] = str(traces)
     with tempfile.TemporaryDirectory(prefix="released_bugs_") as directory:
         out = Path(directory, "runs.json")
         command = [sys.executable, str(Path(__file__).resolve()), "--inside", str(out), *names]
@@ -141,7 +156,7 @@ def runs_of(release: Sequence[str], names: Sequence[str]) -> dict[str, Run]:
 
 def _run_from(read: dict[str, Any]) -> Run:
     numbers = [Found(tuple(one["errors"]), one["number"]) if one else None for one in (read["observed"], read["alone"])]
-    return Run(numbers[0], numbers[1], tuple(read["events"]), read["objective"], read["failure"])
+    return Run(numbers[0], numbers[1], tuple(read["events"]), read["objective"], read["failure"], read["trace"])
 
 
 def verdict_on_wrong(bug: Bug, run: Run) -> str:
@@ -170,6 +185,19 @@ def verdict_on_right(bug: Bug, run: Run) -> str:
     return "FALSE ALARM" if others else ""
 
 
+def verdict_on_pair(bug: Bug, wrong: Run, right: Run) -> tuple[str, str]:
+    """Return where the two part, and what is not as the list says; empty where all is."""
+    from ds_silent.comparison import ComparisonError, TraceError, compare
+
+    try:
+        found = compare(right.trace, wrong.trace)
+    except (ComparisonError, TraceError) as error:
+        return str(error), "NOT COMPARED"
+    step = bug.parts_at or wrong.wrong_since
+    as_listed = found.parted and found.link == bug.parts and found.step == step
+    return found.sentence, "" if as_listed else f"NOT AS THE LIST SAYS: {bug.parts} at step {step}"
+
+
 def row(release: Sequence[str], run: Run, verdict: str, reason: str = "") -> str:
     """The release, its number, and what was told."""
     lines = [f"  {', '.join(release) or 'this environment'}: {run.alone.number if run.alone else ''} {verdict}"]
@@ -186,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the rows' names")
     parser.add_argument("--json", type=Path, help="also write all runs here")
+    parser.add_argument("--compare", action="store_true", help="also say where a wrong and a right release part")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
@@ -197,9 +226,10 @@ def main() -> int:
         for release in filter(lambda one: one is not None, (bug.wrong, bug.right)):
             by_release.setdefault(release, []).append(bug.name)
     runs = {}
-    for release, names in by_release.items():
+    traces = Path(tempfile.mkdtemp(prefix="released_bugs_traces_")) if arguments.compare else None
+    for number, (release, names) in enumerate(by_release.items()):
         started = time.monotonic()
-        runs[release] = runs_of(release, names)
+        runs[release] = runs_of(release, names, traces and traces / str(number))
         print(f"{', '.join(release) or 'this environment'}: {len(names)} rows in {time.monotonic() - started:.0f} s")
         sys.stdout.flush()
     failed, told, kept = 0, 0, []
@@ -214,6 +244,10 @@ def main() -> int:
             verdicts.append(verdict)
             print(row(release, run, verdict, bug.reason if release == bug.wrong else ""))
             kept.append({"bug": bug.name, "release": release, "verdict": verdict, **asdict(run)})
+        if traces is not None and bug.right is not None:
+            sentence, verdict = verdict_on_pair(bug, runs[bug.wrong][bug.name], runs[bug.right][bug.name])
+            verdicts.append(verdict)
+            print(f"  {sentence} {verdict}")
         failed += any(verdicts)
         told += runs[bug.wrong][bug.name].told is not None
     if arguments.json:

@@ -11,7 +11,9 @@ class Bug:
     """One row. A release is what is laid over this environment; an empty one is this environment itself.
 
     ``told`` is the kind of the event that tells it at its first wrong step; None: nothing does, for this ``reason``.
-    ``beside`` is the kind of the event that tells another bug of this list, which both releases have.
+    ``beside`` is the kind of the event that tells another bug of this list, which both releases have. ``parts`` is the
+    link of the chain at which the wrong release's training parts from the right one's, at its first wrong step by the
+    number, or at ``parts_at``.
     """
 
     name: str
@@ -23,6 +25,8 @@ class Bug:
     reason: str = ""
     given: dict[str, Any] = field(default_factory=dict)
     beside: str = ""
+    parts: str = ""
+    parts_at: int | None = None
 
 
 COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}
@@ -39,6 +43,7 @@ DEEPSPEED = (
             "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
             "promised": "linear",
         },
+        parts="rates",
     ),
     Bug(
         "WarmupCosineLR leaves the second group at its full rate in the first step",
@@ -48,6 +53,7 @@ DEEPSPEED = (
         (),
         "update-mismatch",
         given={"kind": "WarmupCosineLR", "params": COSINE, "promised": "cosine"},
+        parts="rates",
     ),
     Bug(
         "ZeRO-2 with an offloaded optimizer drops all micro-batches but the first and the last",
@@ -57,6 +63,7 @@ DEEPSPEED = (
         (),
         "aggregation-error",
         given={"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+        parts="reduced",
     ),
     Bug(
         "scale_wrt_gas=False divides all the same",
@@ -66,6 +73,7 @@ DEEPSPEED = (
         (),
         "objective-mismatch",
         given={"config": {"zero_optimization": {"stage": 1}}, "scaled": True},
+        parts="local",
     ),
 )
 
@@ -89,6 +97,7 @@ TRAINER = (
         (),
         None,
         "that release promises no mean over tokens; how the labels' weights differ is in the records",
+        parts="local",
     ),
     Bug(
         "the Trainer counts tokens per rank, and averages over ranks",
@@ -98,6 +107,7 @@ TRAINER = (
         (),
         None,
         "by that release's setting each rank counts its own items; how their weights differ is in the records",
+        parts="local",
     ),
     Bug(
         "GPT-2's loss is not divided by the accumulation",
@@ -107,6 +117,7 @@ TRAINER = (
         (),
         "objective-mismatch",
         given={"family": "GPT2"},
+        parts="local",
     ),
     Bug(
         "a smoothed loss is not divided by the accumulation",
@@ -116,6 +127,7 @@ TRAINER = (
         (),
         "objective-mismatch",
         given={"label_smoothing_factor": 0.1},
+        parts="loss",
     ),
     Bug(
         "num_items_in_batch counts each row's first label, which nothing predicts",
@@ -125,6 +137,7 @@ TRAINER = (
         (),
         "objective-mismatch",
         given={"first": True},
+        parts="local",
     ),
     Bug(
         "the routers' auxiliary loss counts once per micro-batch and rank",
@@ -144,6 +157,7 @@ TRAINER = (
         None,
         "which groups decay is written down, not judged: no configuration says which should",
         given={"family": "Qwen2"},
+        parts="local",  # that release counts tokens per rank, too, which comes first
     ),
     Bug(
         "the last short window of a pass loses micro-batches",
@@ -153,6 +167,8 @@ TRAINER = (
         (),
         None,
         "a pass that ends early is no fault of the data's order: many loops end it on purpose",
+        parts="rows",
+        parts_at=2,
     ),
     Bug(
         "skip_first_batches goes on in the first pass's order",
@@ -161,6 +177,8 @@ TRAINER = (
         ("accelerate==1.14.0",),
         (),
         "low-coverage",
+        parts="rows",
+        parts_at=10,
     ),
 )
 
@@ -180,6 +198,7 @@ TRL = (
             with_trl(right),
             "objective-mismatch",
             given={"kind": kind},
+            parts="loss",
         )
         for kind, pull, wrong, right in (
             ("DPO", 2615, "0.13.0", "0.14.0"),
@@ -196,6 +215,7 @@ TRL = (
         None,
         "by that release's setting each rank counts its own items; how their weights differ is in the records",
         given={"kind": "SFT"},
+        parts="local",
     ),
     Bug(
         "SFT trains no row's end where padding is the end's token",
@@ -206,6 +226,7 @@ TRL = (
         "batch-suspect",
         given={"chat": False},
         beside="objective-mismatch",  # transformers 4.52.4 counts each row's first label: 16 rows, 16 items too many
+        parts="rows",
     ),
     Bug(
         "SFT begins every chat twice",
@@ -216,6 +237,7 @@ TRL = (
         "batch-suspect",
         given={"chat": True},
         beside="objective-mismatch",  # transformers 4.52.4 counts each row's first label: 16 rows, 16 items too many
+        parts="rows",
     ),
 )
 LIST: tuple[Bug, ...] = (*DEEPSPEED, *TRAINER, *TRL)

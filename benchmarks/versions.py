@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from releases import ImpossibleError, laid_over, pip_install
 from rich.console import Console
 from rich.table import Table
+
+from ds_silent.comparison.releases import ImpossibleError, laid_over, pip_install
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "versions"

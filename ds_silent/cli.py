@@ -343,6 +343,10 @@ def compare(
     ] = None,
     json_path: _JsonPath = None,
     junit: Annotated[str | None, _option("Write a JUnit file, one test case per link of the chain.", "FILE")] = None,
+    curves: Annotated[
+        bool,
+        _option("Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves"),
+    ] = False,
     only_answer: Annotated[
         bool, _option("Print the one sentence alone, for CI; the exit status is the same.", None, "--assert")
     ] = False,
@@ -356,4 +360,34 @@ def compare(
     """
     from ds_silent.commands.compare_runs import CompareOptions, compare_command
 
-    raise typer.Exit(compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer)))
+    raise typer.Exit(
+        compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves))
+    )
+
+
+@app.command()
+def bisect(
+    package: Annotated[str, _argument("The package whose releases are tried.", "PACKAGE")],
+    command: Annotated[list[str], _argument("The training, behind --.", "-- COMMAND...")],
+    good: Annotated[str, _option("The release whose training is right.", "VERSION")],
+    bad: Annotated[str, _option("A newer one.", "VERSION")],
+    versions: Annotated[
+        str | None, _option("Releases between them, separated by commas; default: all that pip knows.", "VERSIONS")
+    ] = None,
+    directory: Annotated[str, _option("Where releases and records are kept.", "DIR")] = "runs/bisect",
+    tolerance: Annotated[float | None, _option("As in compare.", "X", min=0.0, max=0.99)] = None,
+    json_path: _JsonPath = None,
+) -> None:
+    """Train one script with the releases of a package: which is the first that parts, at which step and link?
+
+    Each release is installed into a folder of its own, without what it depends on, and put before this environment's
+    packages by PYTHONPATH. SILENT_CONSISTENCY_CONFIG names a block with "trace", so that a script under
+    "torchrun -m ds_silent" needs no change; in other commands {output_dir} stands for the directory of the records.
+
+    Exit status: 0 no release parts, 1 one does, 2 a mistake in what was typed, or a training that does not run.
+    """
+    from ds_silent.commands.bisect import BisectOptions, bisect_command
+
+    given = tuple(filter(None, (version.strip() for version in (versions or "").split(","))))
+    options = BisectOptions(good, bad, given, directory, tolerance, json_path)
+    raise typer.Exit(bisect_command(package, options, command))

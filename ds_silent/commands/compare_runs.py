@@ -5,14 +5,19 @@ status = compare_command(["runs/a", "runs/b"], golden=None, options=CompareOptio
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 from ds_silent.comparison import ComparisonError, TraceError, compare
 from ds_silent.comparison.output import print_comparison, write_json, write_junit
+from ds_silent.json_form import to_json
+from ds_silent.runs.curves import compare_curves, print_curves
+from ds_silent.runs.run import ReadingError
 from ds_silent.text import printable
 
 TOGETHER, PARTED, WRONG = 0, 1, 2
@@ -28,6 +33,7 @@ class CompareOptions:
     json_path: str | None = None
     junit_path: str | None = None
     brief: bool = False
+    curves: bool = False
 
 
 def compare_command(runs: Sequence[str], golden: str | None, options: CompareOptions) -> int:
@@ -41,17 +47,34 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
     try:
         if not 2 <= len(given) <= 3:
             raise ComparisonError(_how_many(len(given), golden is not None))
+        if options.curves:
+            return _curves(given, options.json_path)
         found = compare(*given, tolerance=options.tolerance, names=options.names)
         if options.json_path is not None:
             write_json(found, options.json_path)
         if options.junit_path is not None:
             write_junit(found, options.junit_path)
-    except (ComparisonError, TraceError) as error:
+    except (ComparisonError, TraceError, ReadingError) as error:
         return _wrong(str(error))
     except OSError as error:
         return _wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
     print_comparison(found, Console(highlight=False), options.brief)
     return PARTED if found.parted else TOGETHER
+
+
+def _curves(given: Sequence[str], json_path: str | None) -> int:
+    if len(given) != 2:
+        raise ComparisonError(f"--curves takes two runs, A and B, got {len(given)}")
+    found = compare_curves(given[0], given[1])
+    if not found:
+        raise ComparisonError("the two runs have measured no step of the same number; compare runs that overlap")
+    if json_path is not None:
+        rows = [{**asdict(one), "verdict": one.verdict} for one in found]
+        Path(json_path).write_text(
+            json.dumps(to_json({"curves": rows}), allow_nan=False, indent=1) + "\n", encoding="utf-8"
+        )
+    print_curves(found, Console(highlight=False))
+    return TOGETHER
 
 
 def _how_many(count: int, golden: bool) -> str:

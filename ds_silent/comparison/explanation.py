@@ -35,6 +35,7 @@ from ds_silent.trace import Head, Rows, Trace
 Said = tuple[str, float | None, str]
 """The sentence, the factor, and a part of the name of the setting that would explain it best."""
 LOOKED_AROUND = 32  # steps, for the rows of this one
+AHEAD = 2  # steps at which a schedule must be a step ahead
 
 
 @dataclass(frozen=True)
@@ -313,16 +314,21 @@ def _rates(case: Case) -> Said:
     one, other = ones[group], others[group]
     where = f" of group {group}" if len(ones) > 1 else ""
     factor = other / one if one else None
-    for trace, step, rates, names in (
-        (case.traces[0], case.apart.a.step, case.apart.b.rates, "BA"),
-        (case.traces[1], case.apart.b.step, case.apart.a.rates, "AB"),
-    ):
-        later = step + 1
-        if later in trace and tuple(trace.at(later).rates) == tuple(rates):
-            ahead = f"{names[0]}'s schedule is a step ahead of {names[1]}'s"
-            return f"{ahead}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
+    steps = case.apart.a.step, case.apart.b.step
+    for ahead, behind in ((1, 0), (0, 1)):
+        if all(
+            _rates_at(case.traces[behind], steps[behind] + 1 + later)
+            == _rates_at(case.traces[ahead], steps[ahead] + later)
+            for later in range(AHEAD)
+        ):
+            said = f"{'AB'[ahead]}'s schedule is a step ahead of {'AB'[behind]}'s"
+            return f"{said}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
     since = "" if case.first else " from this step on"
     return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B", factor, "lr"
+
+
+def _rates_at(trace: Trace, step: int) -> tuple[float | None, ...] | None:
+    return tuple(trace.at(step).rates) if step in trace else None
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------

@@ -185,13 +185,13 @@ class StepPairs:
 
 
 def pair_steps(a: Trace, b: Trace) -> StepPairs:
-    """Pair steps by their number; where those have consumed other rows, by the rows consumed.
+    """Pair steps by their number; where the first have consumed other numbers of rows, by the rows consumed.
 
     Raises:
         ComparisonError: there is no step that both have.
     """
     numbers = sorted(set(a.steps) & set(b.steps))
-    if numbers and all(_same_samples(a, b, number) for number in {numbers[0], numbers[-1]}):
+    if numbers and _same_samples(a, b, numbers[0]):  # a later one with another number is another step of rows
         return StepPairs(tuple((n, n) for n in numbers), "number", _beyond(a, b, len(numbers), len(numbers)))
     consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
     both = sorted(set(consumed[0]) & set(consumed[1]))

@@ -216,8 +216,8 @@ class StepLoop:
     def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
         if not self._guard.over and dist.is_initialized():
-            step, goodbye = self._capture.step, Observation(Status(failed=LEFT))
-            self._guard.run(lambda: self._exchange.post(step, goodbye, self._guard))
+            goodbye = Observation(Status(failed=LEFT))
+            self._guard.run(lambda: self._exchange.post(self._capture.step, goodbye, self._guard))
             keep_to_the_end(self._exchange)
 
     def _end_suspect(self, step: int, why: str) -> None:

@@ -1,0 +1,176 @@
+"""``ds-silent bisect PACKAGE -- COMMAND``: which release parted, at which step and link.
+
+status = bisect_command("deepspeed", BisectOptions("0.16.9", "0.18.2"), ["torchrun", "-m", "ds_silent", "train.py"])
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ds_silent.commands.compare_runs import PARTED, TOGETHER, WRONG
+from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
+from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
+from ds_silent.config import BLOCK, ConfigError
+from ds_silent.config.block_file import load_ds_config
+from ds_silent.integrations import BLOCK_FILE
+from ds_silent.text import one_line, printable
+
+PLACE = "{output_dir}"
+"""In the command's arguments, it stands for the directory of this release's records."""
+
+
+@dataclass(frozen=True)
+class BisectOptions:
+    """As typed.
+
+    Attributes:
+        good, bad: releases; the training of ``good`` is the one that is right.
+        versions: the releases to choose from; empty: all that pip knows between the two.
+        directory: of the records of each release, and the releases themselves.
+    """
+
+    good: str
+    bad: str
+    versions: tuple[str, ...] = ()
+    directory: str = "runs/bisect"
+    tolerance: float | None = None
+    json_path: str | None = None
+
+
+def bisect_command(package: str, options: BisectOptions, command: Sequence[str]) -> int:
+    """Train with one release after the other, and print which is the first that parts."""
+    try:
+        releases = _releases(package, options)
+        if not command:
+            raise ImpossibleError(
+                "name the training behind --, as: -- torchrun --nproc_per_node 2 -m ds_silent train.py"
+            )
+        directory = Path(options.directory) / package
+        train = partial(_train, package, directory, command, _block())
+        console = Console(highlight=False)
+        console.print(Text(printable(f"{package} {options.good}: trains")), soft_wrap=True)
+        right = train(options.good)
+
+        def compared(release: str) -> TrainingComparison:
+            one = compare(right, train(release), tolerance=options.tolerance)
+            console.print(Text(printable(f"{package} {release}: {one.sentence}")), soft_wrap=True)
+            return one
+
+        found = first_that_parts(releases, compared)
+        if options.json_path is not None:
+            Path(options.json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
+    except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
+        print(f"ds-silent: {printable(one_line(str(error)))}", file=sys.stderr)
+        return WRONG
+    except OSError as error:
+        print(
+            f"ds-silent: {error.filename!a} cannot be written ({error.strerror}); choose another path", file=sys.stderr
+        )
+        return WRONG
+    _print_found(package, options.good, releases, found, console)
+    return TOGETHER if found.first is None else PARTED
+
+
+def answer(package: str, good: str, found: Bisection) -> str:
+    """Return the sentence that says which release parts."""
+    if found.first is None:
+        return f"{package} {good} to {found.last_alike} do not part."
+    between = f" ({len(found.skipped)} between could not run)" if found.skipped else ""
+    where = found.comparisons[found.first].sentence
+    return f"{package} {found.first} is the first release that parts from {good}{between}: {where}"
+
+
+def _releases(package: str, options: BisectOptions) -> list[str]:
+    if not options.versions:
+        return releases_between(package, options.good, options.bad)
+    given = [version for version in options.versions if version not in (options.good, options.bad)]
+    return [options.good, *given, options.bad]
+
+
+def _block() -> dict[str, Any]:
+    """Return the block that the environment names, with what a comparison needs."""
+    file = os.environ.get(BLOCK_FILE)
+    held = load_ds_config(file, BLOCK_FILE) if file else {}
+    block = held.get(BLOCK, held)
+    return {"tensorboard": False, "trace": {}, **block}
+
+
+def _train(package: str, directory: Path, command: Sequence[str], block: dict[str, Any], release: str) -> Path:
+    """Train with a release in its place; return the directory of the records.
+
+    Raises:
+        ImpossibleError: it cannot be installed, or the training fails or leaves no trace.
+    """
+    folder = laid_over((directory / "releases" / release).absolute(), (f"{package}=={release}",))
+    run = directory / release
+    run.mkdir(parents=True, exist_ok=True)
+    for old in run.glob("*.jsonl"):
+        old.unlink()
+    file, log = run / "block.json", run / "output.txt"
+    file.write_text(json.dumps({BLOCK: {**block, "output_dir": str(run.absolute())}}), encoding="utf-8")
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": path, BLOCK_FILE: str(file.absolute())}
+    with log.open("wb") as output:
+        try:
+            ended = subprocess.run(
+                [word.replace(PLACE, str(run.absolute())) for word in command],
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        except OSError as error:
+            raise ImpossibleError(f"{command[0]!a} cannot be started ({error.strerror}); check the command") from None
+    if ended.returncode:
+        raise ImpossibleError(f"with {package} {release} the training ended with status {ended.returncode}; see {log}")
+    if not (run / "trace.jsonl").exists():
+        raise ImpossibleError(
+            f"with {package} {release} the training left no trace in {run}; start it by -m ds_silent, or give its "
+            f'block "output_dir": "{PLACE}" by an argument, and "trace": {{}}'
+        )
+    return run
+
+
+def _as_json(package: str, found: Bisection) -> dict[str, Any]:
+    first = None if found.first is None else found.comparisons[found.first]
+    return {
+        "package": package,
+        "parted": found.first is not None,
+        "release": found.first,
+        "last_alike": found.last_alike,
+        "step": first and first.step,
+        "layer": first and first.layer,
+        "link": first and first.link,
+        "factor": first and first.factor,
+        "cause": first and first.cause,
+        "skipped": found.skipped,
+        "releases": {release: one.sentence for release, one in found.comparisons.items()},
+    }
+
+
+def _print_found(package: str, good: str, releases: Sequence[str], found: Bisection, console: Console) -> None:
+    console.print(Text(printable(answer(package, good, found))), soft_wrap=True)
+    table = Table()
+    for title in ("release", "step", "link", "layer"):
+        table.add_column(title)
+    for release in releases:
+        one = found.comparisons.get(release)
+        if release in found.skipped:
+            table.add_row(release, "could not run")
+        elif one is not None and one.parted:
+            table.add_row(release, str(one.step), one.link, Text(printable(one.layer or "")))
+        elif one is not None or release == good:
+            table.add_row(release, "alike" if release != good else "the yardstick")
+    console.print(table)
