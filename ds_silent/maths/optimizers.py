@@ -149,7 +149,7 @@ def _adagrad(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit
     root = total.sqrt() + update.eps
     change = rate * gradient / root
     of_root = 3.0 * unit * total.sqrt() + 2.0 * unit * size + math.sqrt(TINY)
-    error = change.abs() * (16.0 * unit + of_root / root) + abs(rate) / root * 2.0 * unit * size
+    error = change.abs() * (16.0 * unit + of_root / root) + (rate / root).abs() * 2.0 * unit * size
     return old._replace(second=total), change, error
 
 

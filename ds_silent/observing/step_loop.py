@@ -44,6 +44,9 @@ from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
 logger = logging.getLogger("ds_silent")
 
 
+_GOODBYE = Observation(Status(failed=LEFT))
+
+
 class StepLoop:
     """The steps of one training. The guard runs each moment, from :meth:`before_reduction` to :meth:`after_update`.
 
@@ -216,8 +219,7 @@ class StepLoop:
     def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
         if not self._guard.over and dist.is_initialized():
-            goodbye = Observation(Status(failed=LEFT))
-            self._guard.run(lambda: self._exchange.post(self._capture.step, goodbye, self._guard))
+            self._guard.run(lambda: self._exchange.post(self._capture.step, _GOODBYE, self._guard))
             keep_to_the_end(self._exchange)
 
     def _end_suspect(self, step: int, why: str) -> None:
