@@ -63,6 +63,10 @@ RUN_BY: dict[str, str] = {
     "ds-silent compare --golden runs/golden runs/new --assert --json compare.json --junit compare.xml": (
         "tests/comparison/test_command.py"
     ),
+    "ds-silent compare --curves runs/a runs/b": "tests/runs/test_curves.py",
+    "ds-silent bisect deepspeed --good 0.18.3 --bad 0.19.8 -- torchrun --nproc_per_node 2 -m ds_silent train.py": (
+        "tests/commands/test_bisect.py"  # with a package of its own
+    ),
     "ds-silent report runs/my-run": "tests/runs/report/test_report.py",
     "ds-silent report runs/monday runs/tuesday -o both.html": "tests/runs/report/test_report.py",
     "ds-silent schema block": "tests/commands/test_schema.py",
@@ -84,6 +88,8 @@ SLOW: dict[str, float] = {
     "make works": 60,
     "make scale": 40,
     "make nodes": 20,
+    "make compare-releases": 60,
+    "make compare-versions GOOD=0.18.3 BAD=0.19.8": 30,
     "python benchmarks/bandwidth.py": 2,
     "ds-silent drill --framework ddp": 30,
     "ds-silent drill --framework megatron": 40,
