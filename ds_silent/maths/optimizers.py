@@ -32,8 +32,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 
@@ -42,6 +43,7 @@ _FACTORS = 1e-3, 1e3  # of the rate that are looked for
 _BETA1, _BETA2 = (0.0, 0.8, 0.85, 0.9, 0.95), (0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
 
 Kind = Literal["SGD", "Adam", "Adagrad", "Lion"]
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,17 @@ class Update:
 
 
 class Elements(NamedTuple):
-    """Some elements of a parameter, each tensor float64 (n,)."""
+    """Some elements of a parameter, each (n,), or a number that all of them share."""
 
-    weight: Tensor
-    gradient: Tensor
-    step: Tensor | float  # that is to be taken, from 1; of SGD: 1 where there is no momentum yet; a float: of all
-    first: Tensor  # the first moment, or the momentum; 0 where there is none
-    second: Tensor  # the second moment, or Adagrad's sum
-    largest: Tensor  # of the second moments, for amsgrad
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all in order, each (n,)."""
-        step = self.step if isinstance(self.step, Tensor) else torch.full_like(self.weight, self.step)
-        return (*self[:2], step, *self[3:])
+    weight: Numbers
+    gradient: Numbers
+    step: Numbers | float  # that is to be taken, from 1; of SGD: 1 where there is no momentum yet
+    first: Numbers | float  # the first moment, or the momentum; 0 where there is none
+    second: Numbers | float  # the second moment, or Adagrad's sum
+    largest: Numbers | float  # of the second moments, for amsgrad
 
 
-def stepped(update: Update, old: Elements, unit: float) -> tuple[Elements, Tensor]:
+def stepped(update: Update, old: Elements, unit: float) -> tuple[Elements, Numbers]:
     """Return the elements behind one step, and how far rounding may take the weights from that, (n,).
 
     Args:
@@ -90,112 +86,108 @@ def stepped(update: Update, old: Elements, unit: float) -> tuple[Elements, Tenso
     unit = unit + 2.0**-50  # what is computed here is rounded itself
     scalar = min(unit, UNIT_ROUNDOFF[torch.float32])
     weight, gradient = old.weight, -old.gradient if update.maximize else old.gradient
-    size, kept = gradient.abs(), weight
+    size, kept = np.abs(gradient), weight
     if update.decay and update.decoupled:
         kept = weight * (1.0 - update.rate * update.decay)
     elif update.decay:
         gradient = gradient + update.decay * weight
-        size = size + abs(update.decay) * weight.abs()
+        size = size + abs(update.decay) * np.abs(weight)
     act = {"SGD": _sgd, "Adam": _adam, "Adagrad": _adagrad, "Lion": _lion}[update.kind]
     new, change, error = act(update, old, gradient, size, unit, scalar)
     after = kept - change
-    error = error.add(after.abs(), alpha=unit) + TINY
+    error = error + unit * np.abs(after) + TINY
     if update.decay and update.decoupled:
-        error = error.add(weight.abs(), alpha=unit + scalar)
+        error = error + (unit + scalar) * np.abs(weight)
     return new._replace(weight=after, step=old.step + 1), error
 
 
-_Change = tuple[Elements, Tensor, Tensor]
+_Change = tuple[Elements, Numbers, Numbers]
 """The new state, what is subtracted from the weight, and how far that may be off."""
 
 
-def _sgd(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
+def _sgd(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit: float, scalar: float) -> _Change:
     momentum, new, change = update.beta1, old, gradient
     if momentum:
-        begun = torch.as_tensor(old.step > 1)
-        first = torch.where(begun, momentum * old.first + (1.0 - update.dampening) * gradient, gradient)
-        held = torch.where(begun, abs(momentum) * old.first.abs() + abs(1.0 - update.dampening) * size, size)
+        begun = old.step > 1
+        first = np.where(begun, momentum * old.first + (1.0 - update.dampening) * gradient, gradient)
+        held = np.where(begun, abs(momentum) * np.abs(old.first) + abs(1.0 - update.dampening) * size, size)
         new, change = old._replace(first=first), gradient + momentum * first if update.nesterov else first
         size = size + abs(momentum) * held if update.nesterov else held
     return new, update.rate * change, 8.0 * unit * abs(update.rate) * size
 
 
-def _adam(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
+def _adam(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit: float, scalar: float) -> _Change:
     beta1, beta2 = update.beta1, update.beta2
-    first = (beta1 * old.first).add(gradient, alpha=1.0 - beta1)
-    second = (beta2 * old.second).addcmul(gradient, gradient, value=1.0 - beta2)
-    largest = torch.maximum(old.largest, second) if update.amsgrad else old.largest
+    first = beta1 * old.first + (1.0 - beta1) * gradient
+    second = beta2 * old.second + (1.0 - beta2) * gradient * gradient
+    largest = np.maximum(old.largest, second) if update.amsgrad else old.largest
+    correction1, correction2 = (1.0 - beta1**old.step, 1.0 - beta2**old.step) if update.bias_correction else (1.0, 1.0)
     held = largest if update.amsgrad else second
-    correction1: Tensor | float = 1.0
-    correction2: Tensor | float = 1.0
-    if update.bias_correction:
-        correction1, correction2 = 1.0 - beta1**old.step, 1.0 - beta2**old.step
-    plain = (held / correction2).sqrt()
-    root = (held / correction2 + update.eps).sqrt() if update.eps_inside else plain + update.eps
-    below = correction1 * root
-    change = first / below * update.rate
-    # how far each may be off, in this order: the second moment's root, all that is relative, the first moment
-    of_size = 2.0 * unit * math.sqrt(1.0 - beta2)
-    of_root = (size * of_size + math.sqrt(TINY)) / correction2**0.5
-    of_root = of_root.add(plain, alpha=2.0 * unit + scalar / (1.0 - beta2))
-    relative = of_root / root + (16.0 * unit + scalar * (1.0 / (1.0 - beta1) + 1.0 / (1.0 - beta2)))
-    error = (change.abs() * relative).addcdiv(old.first.abs() + size, below, value=10.0 * unit * abs(update.rate))
+    inside = held / correction2 + (update.eps if update.eps_inside else 0.0)
+    root = np.sqrt(inside) + (0.0 if update.eps_inside else update.eps)
+    change = update.rate / correction1 * first / root
+    # how far each may be off
+    of_first = 10.0 * unit * (np.abs(old.first) + size)
+    of_root = (2.0 * unit + scalar / (1.0 - beta2)) * np.sqrt(held) + 2.0 * unit * math.sqrt(1.0 - beta2) * size
+    of_root = (of_root + math.sqrt(TINY)) / np.sqrt(correction2)
+    relative = 16.0 * unit + scalar * (1.0 / (1.0 - beta1) + 1.0 / (1.0 - beta2)) + of_root / root
+    error = np.abs(change) * relative + abs(update.rate) / correction1 / root * of_first
     return old._replace(first=first, second=second, largest=largest), change, error
 
 
-def _adagrad(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
-    total = old.second + gradient.square()
-    rate: Tensor | float = update.rate / (1.0 + (old.step - 1.0) * update.rate_decay)
-    root = total.sqrt() + update.eps
+def _adagrad(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit: float, scalar: float) -> _Change:
+    total = old.second + gradient * gradient
+    rate = update.rate / (1.0 + (old.step - 1.0) * update.rate_decay)
+    root = np.sqrt(total) + update.eps
     change = rate * gradient / root
-    of_root = 3.0 * unit * total.sqrt() + 2.0 * unit * size + math.sqrt(TINY)
-    error = change.abs() * (16.0 * unit + of_root / root) + (rate / root).abs() * 2.0 * unit * size
+    of_root = 3.0 * unit * np.sqrt(total) + 2.0 * unit * size + math.sqrt(TINY)
+    error = np.abs(change) * (16.0 * unit + of_root / root) + np.abs(rate) / root * 2.0 * unit * size
     return old._replace(second=total), change, error
 
 
-def _lion(update: Update, old: Elements, gradient: Tensor, size: Tensor, unit: float, scalar: float) -> _Change:
+def _lion(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit: float, scalar: float) -> _Change:
     mixed = update.beta1 * old.first + (1.0 - update.beta1) * gradient
     first = update.beta2 * old.first + (1.0 - update.beta2) * gradient
-    open_sign = mixed.abs() <= 10.0 * unit * (old.first.abs() + size) + TINY
-    error = torch.where(open_sign, 2.0, 2.0 * unit) * abs(update.rate)
-    return old._replace(first=first), update.rate * mixed.sign(), error
+    open_sign = np.abs(mixed) <= 10.0 * unit * (np.abs(old.first) + size) + TINY
+    error = np.where(open_sign, 2.0, 2.0 * unit) * abs(update.rate)
+    return old._replace(first=first), update.rate * np.sign(mixed), error
 
 
 # -- what is not as the formula says -----------------------------------------------------------------------------------
 
 
-def explanations(update: Update, old: Elements, seen: Tensor, unit: float) -> list[str]:
+def explanations(update: Update, old: Elements, seen: Numbers, unit: float) -> list[str]:
     """Return every known mistake that explains all elements up to rounding, the plainest first."""
     found = mistakes(update, old, seen, unit)
-    return [words for words, weight, error in found if bool(((weight - seen).abs() <= error).all())]
+    return [words for words, weight, error in found if bool((np.abs(weight - seen) <= error).all())]
 
 
-def shows(words: str, update: Update, old: Elements, seen: Tensor, unit: float) -> bool:
+def shows(words: str, update: Update, old: Elements, seen: Numbers, unit: float) -> bool:
     """Tell whether that mistake would be seen in these elements; what no list has always would."""
     for name, weight, error in mistakes(update, old, seen, unit):
         if name == words:
-            return bool(((weight - seen).abs() > error).any())
+            return bool((np.abs(weight - seen) > error).any())
     return update.rate != 0.0
 
 
-def mistakes(update: Update, old: Elements, seen: Tensor, unit: float) -> Iterator[tuple[str, Tensor, Tensor]]:
+def mistakes(update: Update, old: Elements, seen: Numbers, unit: float) -> Iterator[tuple[str, Numbers, Numbers]]:
     """Yield each mistake in words, with the weights that it leaves and how far rounding may take them from that."""
     right, error = stepped(update, old, unit)
-    yield "the update was not applied", old.weight, unit * old.weight.abs()
+    yield "the update was not applied", old.weight, unit * np.abs(old.weight)
     twice, more = stepped(update, right, unit)
     yield "the update was applied twice", twice.weight, error + more
     for words, other in variants(update):
         after, bound = stepped(other, old, unit)
         yield words, after.weight, bound
     change, moved = right.weight - old.weight, seen - old.weight
-    known = change.abs() > 4.0 * error
+    known = np.abs(change) > 4.0 * error
     if bool(known.any()):
-        factor = float((moved[known] / change[known]).median())
+        factor = float(np.median(moved[known] / change[known]))
         if _FACTORS[0] < factor < _FACTORS[1] and f"{factor:.3g}" != "1":
             # the factor itself is as uncertain as the best known element
-            doubt = float((error[known] / change[known].abs()).min()) * max(1.0, factor)
+            doubt = float((error[known] / np.abs(change[known])).min()) * max(1.0, factor)
             words = f"the rate is {factor:.3g} times the group's"
-            yield words, old.weight + factor * change, error * max(1.0, factor) + change.abs() * doubt
+            yield words, old.weight + factor * change, error * max(1.0, factor) + np.abs(change) * doubt
 
 
 def variants(update: Update) -> Iterator[tuple[str, Update]]:

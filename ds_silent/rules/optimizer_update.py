@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
-from ds_silent.maths.optimizers import Elements, Update, explanations, shows, stepped
+from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, shows, stepped
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
@@ -65,7 +66,7 @@ class TensorSample(NamedTuple):
 
 Part = list[TensorSample]
 """Tensors that one formula steps: of equal settings and dtypes. Their samples lie kind by kind, see :func:`_old`."""
-Judged = tuple[TensorSample, Elements, Tensor]
+Judged = tuple[TensorSample, Elements, Numbers]
 """One tensor: what it was before the step, and the weights behind it."""
 
 
@@ -213,13 +214,16 @@ class UpdateRule(Rule):
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
+    @np.errstate(all="ignore")  # what is not finite says nothing
     def _judge(self, at: int, kind: str, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
         """Judge the tensors of a part together, and one by one where that is not right."""
-        values, weights = old.values.double(), new.values.double()
+        values, weights = old.values.double().numpy(), new.values.double().numpy()
+        offset = begin = 0
         for part in parts:
             size, kinds = sum(one.size for one in part), 2 + len(part[0].state) + (part[0].step is None)
-            (own, values), (seen, weights) = values.tensor_split([size * kinds]), weights.tensor_split([size])
-            before = _old(part, own.view(kinds, size))
+            before = _old(part, values[offset : offset + kinds * size].reshape(kinds, size))
+            seen = weights[begin : begin + size]
+            offset, begin = offset + kinds * size, begin + size
             if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
                 self._judge_each(at, kind, _single(part, before, seen))
             self._whole = self._whole and part[0].update.rate == 0.0
@@ -230,20 +234,20 @@ class UpdateRule(Rule):
         for one, old, seen in members:
             before = self._wrong.get(id(one.parameter))
             if _misses(one.update, old, seen, one.unit):
-                finite = torch.isfinite(old.gradient) & torch.isfinite(old.weight)
-                wrong.append((one, Elements(*(values[finite] for values in old.tensors)), seen[finite]))
+                finite = np.isfinite(old.gradient) & np.isfinite(old.weight)
+                wrong.append((one, Elements(*(np.asarray(values)[finite] for values in old)), seen[finite]))
             elif before is not None and shows(before.cause, one.update, old, seen, one.unit):
                 del self._wrong[id(one.parameter)]
         if not wrong:
             return
         first, joined = wrong[0][0], _joined([old for _, old, _ in wrong])
-        of_all = explanations(first.update, joined, torch.cat([seen for *_, seen in wrong]), first.unit)
+        of_all = explanations(first.update, joined, np.concatenate([seen for *_, seen in wrong]), first.unit)
         for one, old, seen in wrong:
             before = self._wrong.get(id(one.parameter))
             causes = of_all or explanations(one.update, old, seen, one.unit) or [UNKNOWN]
             cause = before.cause if before is not None and before.cause in causes else causes[0]
             right, error = stepped(one.update, old, one.unit)
-            times = float(((right.weight - seen).abs() / error).nan_to_num(torch.inf).max())
+            times = float(np.nan_to_num(np.abs(right.weight - seen) / error, nan=np.inf, posinf=np.inf).max())
             since = at if before is None else before.since
             self._wrong[id(one.parameter)] = Wrong(one.group, kind, one.name, cause, times, since)
 
@@ -320,40 +324,40 @@ def _sampled(tensor: Tensor, one: TensorSample) -> Tensor:
     return tensor.as_strided((one.size,), (one.stride,), tensor.storage_offset() + one.begin)
 
 
-def _old(part: Part, rows: Tensor) -> Elements:
+def _old(part: Part, rows: Numbers) -> Elements:
     """Return what a part was; ``rows``: weights, gradients, moments, and the steps taken where a device has them."""
-    weight, gradient, *moments = rows.unbind()
-    nothing, steps = torch.zeros_like(weight), [one.step for one in part]
-    step: Tensor | float | None = steps[0]
+    weight, gradient, *moments = rows
+    steps = [one.step for one in part]
+    step: Numbers | float | None = steps[0]
     if step is None:
         step = moments.pop() + 1.0
     elif len(set(steps)) > 1:
-        step = torch.tensor(steps, dtype=torch.float64).repeat_interleave(torch.tensor([one.size for one in part]))
+        step = np.repeat(np.array(steps, np.float64), [one.size for one in part])
     held = dict(zip(part[0].state, moments, strict=True))
-    return Elements(weight, gradient, step, *(held.get(name, nothing) for name in MOMENTS))
+    return Elements(weight, gradient, step, *(held.get(name, 0.0) for name in MOMENTS))
 
 
-def _single(part: Part, old: Elements, seen: Tensor) -> Iterator[Judged]:
+def _single(part: Part, old: Elements, seen: Numbers) -> Iterator[Judged]:
     """Yield each tensor's own."""
-    sizes = [one.size for one in part]
-    of_each = zip(*(torch.split(values, sizes) for values in old.tensors), strict=True)
-    for one, values, weights in zip(part, of_each, torch.split(seen, sizes), strict=True):
-        yield one, Elements(*values), weights
+    end, all_of_old = 0, [np.broadcast_to(values, seen.shape) for values in old]
+    for one in part:
+        begin, end = end, end + one.size
+        yield one, Elements(*(values[begin:end] for values in all_of_old)), seen[begin:end]
 
 
 def _joined(several: Sequence[Elements]) -> Elements:
-    return Elements(*(torch.cat(values) for values in zip(*(one.tensors for one in several), strict=True)))
+    return Elements(*(np.concatenate(values) for values in zip(*several, strict=True)))
 
 
-def _misses(update: Update, old: Elements, seen: Tensor, unit: float) -> bool:
+def _misses(update: Update, old: Elements, seen: Numbers, unit: float) -> bool:
     """Tell whether rounding does not explain a weight; what is not finite, or whose square is not, says nothing."""
     right, error = stepped(update, old, unit)
-    fits = (right.weight - seen).abs() <= error
+    fits = np.abs(right.weight - seen) <= error
     if bool(fits.all()):
         return False
-    known = torch.isfinite(right.weight) & torch.isfinite(error)
-    for values in (old.gradient, old.first, old.second.sqrt(), right.weight):
-        known &= values.abs() < LARGEST
+    known = np.isfinite(right.weight) & np.isfinite(error)
+    for values in (old.gradient, old.first, np.sqrt(old.second), right.weight):
+        known &= np.abs(values) < LARGEST
     return bool((known & ~fits).any())
 
 
