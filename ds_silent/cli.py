@@ -37,8 +37,8 @@ def main() -> None:
 
     "check" reads a configuration, "drill" shows on this machine that the alarm works, "numerics" how much is rounding,
     "doctor" what this machine lacks, "schema" what may stand in the block and in the records, "report" what a run's
-    records say, "compare" where two trainings part; "watch" looks at a run while it trains, "alert" tries who is told
-    of its events.
+    records say, "compare" where two trainings part, "bisect" with which release they do; "watch" looks at a run while
+    it trains, "alert" tries who is told of its events.
     """
 
 

@@ -18,7 +18,6 @@ from ds_silent.config.destination import masked
 from ds_silent.config.errors import about
 from ds_silent.exchange.layout import (
     LAYERS_TOGETHER,
-    WORDS,
     ExchangeShape,
     Layout,
     gathers_sketches,
@@ -27,6 +26,7 @@ from ds_silent.exchange.layout import (
 )
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
+from ds_silent.maths.mixing import WORDS
 from ds_silent.maths.sketch import make_plan
 from ds_silent.text import size_text
 from ds_silent.trace.form import TOGETHER, line_bytes

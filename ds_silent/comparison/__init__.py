@@ -103,20 +103,20 @@ class _Comparer:
         self.compared = 0
 
     def result(self) -> TrainingComparison:
-        """ChainJudge all steps, up to a few behind the one that parts."""
+        """Judge all steps, up to a few behind the one that parts."""
         judge = ChainJudge(self.bounds, self.pairs, None if self.third is None else Repetition(self.bounds))
         followed = _Followed(self, judge) if self.third is not None else None
         if not self.pairs.tensors:
             return self._strangers()
         case: Case | None = None
         different, behind, last = False, 0, self.steps.steps[0][0]
-        before: Step | None = None
+        before: Differences | None = None
         for apart, after, number in _with_next(self._differences()):
             if followed is not None:
                 followed.until(apart.a.step)
-            loaded = self._loaded(before, apart)
+            loaded = _loaded(before, apart)
             findings = judge.step(apart, number == 0, bool(loaded), after)
-            self.compared, last, before = self.compared + 1, apart.a.step, apart.a
+            self.compared, last, before = self.compared + 1, apart.a.step, apart
             different = different or not _equal(apart)
             if not different:
                 self.equal_until = apart.a.step
@@ -157,14 +157,6 @@ class _Comparer:
             if next_a is None or next_b is None:
                 return
             one, other = next_a, next_b
-
-    def _loaded(self, before: Step | None, apart: Differences) -> str:
-        """Which of the two went on from a checkpoint between the last pair of steps and this."""
-        self._last_heads, last = (apart.a.head, apart.b.head), getattr(self, "_last_heads", None)
-        if before is None or last is None:
-            return ""
-        names = [name for name, now, then in zip("AB", self._last_heads, last, strict=True) if now is not then]
-        return " and ".join(names)
 
     def _comparison(self, judge: ChainJudge, case: Case | None, last: int) -> TrainingComparison:
         why = Explanation("") if case is None else explain(case)
@@ -255,6 +247,14 @@ def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Diff
         before = one
     if before is not None:
         yield before, None, number
+
+
+def _loaded(before: Differences | None, apart: Differences) -> str:
+    """Which of the two went on from a checkpoint between the last pair of steps and this."""
+    if before is None:
+        return ""
+    pairs = (("A", before.a, apart.a), ("B", before.b, apart.b))
+    return " and ".join(name for name, then, now in pairs if then.head is not now.head)
 
 
 def _like(step: Step, first: Step) -> bool:

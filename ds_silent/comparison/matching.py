@@ -136,13 +136,18 @@ def _unwrapped(name: str) -> str:
 
 def _unique(ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key) -> list[tuple[int, int]]:
     """Pairs whose keys are equal, and each the only one of its side."""
-    sides: list[dict[Any, list[int]]] = []
-    for tensors in (ones, others):
-        found: dict[Any, list[int]] = defaultdict(list)
+    return [(a[0], b[0]) for a, b in _groups(ones, others, key) if len(a) == len(b) == 1]
+
+
+def _groups(
+    ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The tensors of each key: of A, and of B."""
+    mine, theirs = (defaultdict[Any, list[int]](list) for _ in range(2))
+    for found, tensors in ((mine, ones), (theirs, others)):
         for index, one in tensors.items():
             found[key(one)].append(index)
-        sides.append(found)
-    return [(a[0], b[0]) for value, a in sides[0].items() if len(a) == 1 and len(b := sides[1].get(value, [])) == 1]
+    return ((own, theirs.get(value, [])) for value, own in mine.items())
 
 
 def _by_suffix(ones: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> list[tuple[int, int]]:
@@ -247,13 +252,7 @@ def _shared(parts: Side, run: Sequence[int], wholes: Side, j: int) -> list[Part]
 
 def _in_order(ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key) -> list[tuple[int, int]]:
     """Pairs of what is left, one after the other, of each shape that both have as often."""
-    sides: list[dict[Any, list[int]]] = []
-    for tensors in (ones, others):
-        found: dict[Any, list[int]] = defaultdict(list)
-        for index, one in tensors.items():
-            found[key(one)].append(index)
-        sides.append(found)
-    both = [(mine, sides[1].get(value, [])) for value, mine in sides[0].items()]
+    both = _groups(ones, others, key)
     return [pair for mine, theirs in both if len(mine) == len(theirs) for pair in zip(mine, theirs, strict=True)]
 
 

@@ -89,8 +89,7 @@ class Past:
     def bias(self) -> Parting | None:
         """Return what leans to one side over all steps that agree, the first link of the chain."""
         for link, series in self._tests.items():
-            level = self.levels.get(link)
-            if level is None or level.saturated:
+            if self.levels[link].saturated:
                 continue
             u = self._bounds.precision
             least = 0.25 * u if u > HALF else 8.0 * u

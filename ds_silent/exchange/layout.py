@@ -29,6 +29,7 @@ from ds_silent.exchange.observation import (
 )
 from ds_silent.exchange.row_ids import ROW_NUMBERS
 from ds_silent.maths.micro_batches import LARGEST
+from ds_silent.maths.mixing import WORDS, words_of
 from ds_silent.maths.sketch import fold
 
 GATHER_LIMIT = 64
@@ -44,7 +45,6 @@ LAYERS_TOGETHER = 1 << 12  # numbers of all layers' sketches, where sums of them
 UNITS = 8  # the sum of the ranks' directions is folded so many times: its length is all that is asked
 PROBES = 16  # numbers of a rank's direction, by which equal ones are found where no pairs are known
 DIGIT, DIGITS = 3, 8  # bits of a rank's failure, and how many ranks' make a number that fp32 carries exactly
-WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,7 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
     if observation.rows is not None:
         rows.copy_(observation.rows)
     if observation.hashes is not None:
-        words = torch.stack([(observation.hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], 1)
-        hashes.view(-1, WORDS).copy_(words)
+        hashes.view(-1, WORDS).copy_(words_of(observation.hashes))
 
 
 def unpack(layout: Layout, step: int, rows: Tensor) -> Gathered:

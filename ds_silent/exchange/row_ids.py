@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_silent.maths.mixing import GOLDEN, mixed, signed
+from ds_silent.maths.mixing import GOLDEN, WORDS, mixed, signed, words_of
 
 Ids = npt.NDArray[np.int64]
 LIMB_BITS = 22  # fp32 holds integers below 2**24 exactly; three limbs hold 64 bits
@@ -30,8 +30,7 @@ _PLACE_BITS = 12
 MAX_ROWS = 1 << _PLACE_BITS  # of a rank and observation that are looked at
 _NUMBER = (1 << 24) - 1  # what fp32 carries
 _HEADER = 3
-_WORDS = 4  # a 64-bit hash travels as four 16-bit numbers
-ROW_NUMBERS = 2 + _WORDS
+ROW_NUMBERS = 2 + WORDS
 """That a rank sends of all its rows of one step, where a trace is written."""
 
 
@@ -220,7 +219,7 @@ def hash_rows(ids: Sequence[Tensor], told: bool, device: torch.device) -> Tensor
     hashed = torch.zeros(ROW_NUMBERS, dtype=torch.float32, device=device)
     if ids:
         total = torch.stack([mixed(part.to(torch.int64) + signed(GOLDEN)).sum() for part in ids]).sum()
-        hashed[2:].copy_(torch.stack([(total >> 16 * word) & 0xFFFF for word in range(_WORDS)]))
+        hashed[2:].copy_(words_of(total))
         hashed[0].fill_(_counted(sum(map(len, ids))))
         hashed[1].fill_(float(told))
     return hashed

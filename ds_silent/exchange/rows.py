@@ -24,8 +24,9 @@ from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import new_part, own_part
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.exchange.collectives import HostCopy, all_gather
-from ds_silent.exchange.layout import DIGIT, DIGITS, WORDS, Layout
+from ds_silent.exchange.layout import DIGIT, DIGITS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
+from ds_silent.maths.mixing import WORDS
 
 DECIDE = (
     "status.nothing",

@@ -16,6 +16,7 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers, Steele et al., OOPSLA 2014
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 ROW = 8192  # 64-bit words of a checksum's row
+WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries exactly
 PAIR = -7046029254386353131  # odd: the key of a pair's second word is that of the first times this
 
 
@@ -38,6 +39,11 @@ def mixed(x: Tensor) -> Tensor:
 def signed(value: int) -> int:
     """Return the int64 of the same 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def words_of(hashes: Tensor) -> Tensor:
+    """Cut int64 hashes, (...), into words, int64 (..., WORDS), each from 0 to 65,535, the lowest first."""
+    return torch.stack([(hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], -1)
 
 
 def mixed_ids(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

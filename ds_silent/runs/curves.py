@@ -151,10 +151,10 @@ def block_length(series: Floats) -> int:
     if count < 4 or not centred.any():
         return 1
     spread = float(centred @ centred)
-    lags = min(count - 1, max(5, math.ceil(math.sqrt(count)) + max(5, math.ceil(math.sqrt(math.log10(count))))))
+    run = max(5, math.ceil(math.sqrt(math.log10(count))))
+    lags = min(count - 1, math.ceil(math.sqrt(count)) + run)
     rho = np.array([float(centred[lag:] @ centred[: count - lag]) / spread for lag in range(lags + 1)])
     small = np.abs(rho) < 2.0 * math.sqrt(math.log10(count) / count)
-    run = max(5, math.ceil(math.sqrt(math.log10(count))))
     ends = [lag for lag in range(1, lags + 2 - run) if small[lag : lag + run].all()]
     width = min(lags, 2 * max(1, ends[0] - 1)) if ends else lags
     at = np.arange(1, width + 1)

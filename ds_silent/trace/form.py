@@ -134,17 +134,13 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step; None is what could not be known.
+class StepNumbers:
+    """What a step's line holds beside arrays; None is what could not be known.
 
     Attributes:
         samples: rows consumed up to and with this step by all ranks.
         losses: standard deviation of the loss over the ranks.
         rates: of each parameter group.
-        local: of the mean over the ranks of what each rank accumulated, before the reduction.
-        reduced: of what the reduction made of it, before clipping.
-        weights: (head.samples,) fp32 values of the weights in use, before the step's update.
-        head: the one that it was written behind.
     """
 
     step: int
@@ -155,6 +151,19 @@ class Step:
     objective: Weighed | None
     rates: tuple[float | None, ...]
     applied: Used | None
+
+
+@dataclass(frozen=True)
+class Step(StepNumbers):
+    """One optimizer step; None is what could not be known.
+
+    Attributes:
+        local: of the mean over the ranks of what each rank accumulated, before the reduction.
+        reduced: of what the reduction made of it, before clipping.
+        weights: (head.samples,) fp32 values of the weights in use, before the step's update.
+        head: the one that it was written behind.
+    """
+
     local: Gradient | None = field(metadata={"json": False})
     reduced: Gradient | None = field(metadata={"json": False})
     weights: Floats | None = field(metadata={"json": False})

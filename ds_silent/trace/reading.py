@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ds_silent.json_form import from_json
-from ds_silent.trace.form import NAME, SAMPLES, VERSION, Floats, Gradient, Head, Rows, Step, Used, Weighed
+from ds_silent.trace.form import NAME, SAMPLES, VERSION, Floats, Gradient, Head, Step, StepNumbers
 
 LONGEST_LINE = 1 << 25
 """Bytes; what is longer is none of ours, and is not taken into memory."""
@@ -192,26 +192,11 @@ def _step(value: dict[str, Any] | None, head: Head) -> Step | None:
     try:
         local, reduced = (_gradient(value.get(name), head) for name in ("local", "reduced"))
         weights = _decoded(value.get("weights"), head.samples)
-        given = {one.name: value.get(one.name) for one in fields(Step)}
-        read = from_json(_Scalars, given | {"rates": value.get("rates") or []})
+        given = {one.name: value.get(one.name) for one in fields(StepNumbers)}
+        read = from_json(StepNumbers, given | {"rates": value.get("rates") or []})
     except (ValueError, TypeError, OverflowError):
         return None
-    scalars = {one.name: getattr(read, one.name) for one in fields(_Scalars)}
-    return Step(**scalars, local=local, reduced=reduced, weights=weights, head=head)
-
-
-@dataclass(frozen=True)
-class _Scalars:
-    """What a step's line holds beside arrays."""
-
-    step: int
-    samples: int | None
-    rows: Rows | None
-    loss: float | None
-    losses: float | None
-    objective: Weighed | None
-    rates: tuple[float | None, ...]
-    applied: Used | None
+    return Step(**vars(read), local=local, reduced=reduced, weights=weights, head=head)
 
 
 def _gradient(value: Any, head: Head) -> Gradient | None:

@@ -105,6 +105,7 @@ class Losses:
         self._engine, self._micro_batches, self._writes = engine, micro_batches, writes
         self._forward_loss: Made | None = None  # of the newest forward
         self._told = False  # that a script divides it, too
+        self._divides_outputs = hasattr(engine, "_backward_prologue_per_tensor")  # in hooks, see _below
         self._gave: bool | None = None  # whether the newest forward gave losses, reduced or not; None: no forward yet
         self.scaled = scales_loss(engine)
 
@@ -117,14 +118,13 @@ class Losses:
     def forwarded(self, moments: Moments, module: Any, args: Any, output: Any) -> None:
         """Keep the forward's loss: a backward's may be a share of it."""
         self._forward_loss = made_by(loss_in(output) if torch.is_grad_enabled() else None)
-        if torch.is_grad_enabled():
+        if self._divides_outputs and torch.is_grad_enabled():
             self._gave = isinstance(output, Tensor) and reduction_near(output) is not None
         moments.post_forward(module, args, output)
 
     def begins(self, moments: Moments, root: Any) -> None:
         """Tell what a backward begins with; the engine's own have told of their loss before."""
-        hooked = hasattr(self._engine, "_backward_prologue_per_tensor") and self._gave is not None
-        if hooked and isinstance(root, Tensor) and not self._engine._running_engine_backward:
+        if self._gave is not None and isinstance(root, Tensor) and not self._engine._running_engine_backward:
             promise = Promise("DeepSpeed's hook on what its engine returns", self._engine.gradient_accumulation_steps())
             moments.on_loss_handed(None, promise, self._below(root, True))
         moments.pre_backward(root)
@@ -136,8 +136,7 @@ class Losses:
         0.19.7 in ``engine.backward`` too (0.18.3 even with ``scale_wrt_gas=False``).
         """
         engine = self._engine
-        hooked = hasattr(engine, "_backward_prologue_per_tensor") and self._gave is False
-        if not hooked or (by_engine and hasattr(engine_module, "_ENGINE_BACKWARD_GRAPH_TRACKER")):
+        if self._gave is not False or (by_engine and hasattr(engine_module, "_ENGINE_BACKWARD_GRAPH_TRACKER")):
             return 1.0
         if by_engine and not divides and hasattr(engine, "_scale_wrt_gas"):
             return 1.0
