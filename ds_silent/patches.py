@@ -1,7 +1,7 @@
 """Hooks and wrappers on foreign objects, put on one instance only and taken off again in reverse order.
 
 patches = Patches()
-patches.add(parameter.register_hook(hook))
+patches.hook(parameter.register_hook, act)
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
 patches.before_backward(tell)                  # tell(tensor) that each backward begins with
@@ -13,6 +13,7 @@ patches.undo()                                 # everything is as it was
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -29,6 +30,10 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+
+    def hook(self, register: Callable[..., Any], act: Callable[..., object], **how: Any) -> None:
+        """Register ``act`` as a hook of a module, tensor or optimizer, with the arguments of ``register``."""
+        self.add(register(_Hook(act), **how))
 
     def add(self, handle: Any) -> None:
         """Take a handle with ``remove()``, as torch's hooks give."""
@@ -166,7 +171,7 @@ class Patches:
             else:
                 instance.__dict__[name] = own
 
-        instance.__dict__[name] = call
+        instance.__dict__[name] = _Instead(call, instance, name)
         self._undo.append(undo)
 
     def after_import(self, name: str, act: Callable[[ModuleType], None]) -> None:
@@ -183,6 +188,27 @@ class Patches:
         """Take everything off; may be called again."""
         while self._undo:
             self._undo.pop()()
+
+
+class _Hook(partial[Any]):
+    """A hook that a copy of its module, or a file with it, holds as one that does nothing: it is not observed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, returns None
+
+
+class _Instead(partial[Any]):
+    """A wrapped method of one instance, in whose copy the method itself stands."""
+
+    _method: tuple[Any, str]
+
+    def __new__(cls, call: Callable[..., Any], instance: Any, name: str) -> _Instead:
+        made = super().__new__(cls, call)
+        made._method = (instance, name)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._method
 
 
 class _AfterImport(MetaPathFinder):

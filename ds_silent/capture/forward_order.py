@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.framework import Framework
+from ds_silent.patches import Patches
 
 
 class ForwardOrder:
@@ -33,7 +34,7 @@ class ForwardOrder:
             for module in framework.module.modules()
             if (own := [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known])
         ]
-        self._hooks: list[Any] = []
+        self._patches = Patches()
         self._reached: dict[int, None] = {}  # parameters, in their order
 
     def begin(self) -> None:
@@ -45,7 +46,7 @@ class ForwardOrder:
             if module is self._root:
                 self._reach(own)
             else:
-                self._hooks.append(module.register_forward_pre_hook(partial(self._local, self._forward, own)))
+                self._patches.hook(module.register_forward_pre_hook, partial(self._local, self._forward, own))
 
     def _forward(self, parameters: list[int], *_: Any) -> None:
         self._reach(parameters)
@@ -56,9 +57,7 @@ class ForwardOrder:
 
     def end(self) -> None:
         """Remove the hooks."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        self._patches.undo()
 
     def of_parameters(self) -> list[int | None]:
         """Return the place of each parameter among those that were reached."""

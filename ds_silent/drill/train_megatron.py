@@ -146,7 +146,7 @@ class MegatronTraining(LoopTraining):
         patches, anywhere = self.hooks.patches, self.script.trial.anywhere
         if self.hooks.injection.captured is not None:  # the reduction gets another gradient than the one looked at
             for name, leaf in self.leaves:
-                patches.add(leaf.register_hook(partial(self._lose, name, leaf)))  # type: ignore[no-untyped-call]
+                patches.hook(leaf.register_hook, partial(self._lose, name, leaf))
             for group in self.model.bucket_groups:
                 patches.wrap(group, "start_grad_sync", partial(self._reduce_without_lost, group))
         if anywhere("reduction", "left_out", "gathering"):

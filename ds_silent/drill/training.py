@@ -134,7 +134,7 @@ class Hooks:
         """Change gradients that the observer has seen: hooks run in the order of their registration."""
         if self.injection.captured is not None:
             for name, leaf in leaves:
-                self.patches.add(leaf.register_hook(partial(self._captured, name)))  # type: ignore[no-untyped-call]
+                self.patches.hook(leaf.register_hook, partial(self._captured, name))
 
     def damage_repairs(self) -> None:
         """Change what a repair's collectives bring.

@@ -183,7 +183,7 @@ class DDPFramework(TorchFramework):
         return {**found, "communication hook": Setting(hook or "none", "yours" if hook else "default")}
 
     def connect(self, moments: Moments) -> None:
-        self.patches.add(self._ddp.register_forward_pre_hook(partial(self._refuse_join, moments.guard)))
+        self.patches.hook(self._ddp.register_forward_pre_hook, partial(self._refuse_join, moments.guard))
         super().connect(moments)
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             self.patches.wrap(self._ddp, name, self._hook_registered)

@@ -83,14 +83,14 @@ class TorchLoop:
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
         self._moments, patches = moments, self._patches
-        patches.add(self._module.register_forward_pre_hook(self._forward, with_kwargs=True))
-        patches.add(self._module.register_forward_hook(self._forwarded, always_call=True))
+        patches.hook(self._module.register_forward_pre_hook, self._forward, with_kwargs=True)
+        patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(parameters):
-            patches.add(parameter.register_hook(partial(gradient, index)))
+            patches.hook(parameter.register_hook, partial(gradient, index))
         for optimizer in self._optimizers:
-            patches.add(optimizer.register_step_pre_hook(self._applying))
-            patches.add(optimizer.register_step_post_hook(self._applied))
+            patches.hook(optimizer.register_step_pre_hook, self._applying)
+            patches.hook(optimizer.register_step_post_hook, self._applied)
             patches.around(optimizer, "zero_grad", self._clearing)
         patches.wrap_method(nn.Module, "zero_grad", self._module_clearing)
         patches.wrap(torch.autograd, "backward", self._backward)

@@ -48,6 +48,10 @@ class Observer:
         """Put the framework's hooks in place."""
         self._capture.connect(moments_of(self._capture, self._steps, self.before_checkpoint, self.close))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be None in a copy or a file of what holds it: neither is observed."""
+        return type(None), ()
+
     # -- for the training script -----------------------------------------------------------------------------------
 
     @property

@@ -171,7 +171,7 @@ class BatchContents(Rule):
         self._tokens = SpecialTokens.of(model)
         self._hides_restarts = getattr(model.config, "_attn_implementation", "") in ("sdpa", "eager")
         hook = partial(safely, self._forwarded, safely)
-        patches.add(model.register_forward_hook(hook, with_kwargs=True))
+        patches.hook(model.register_forward_hook, hook, with_kwargs=True)
 
     @property
     def _looks(self) -> bool:

@@ -77,7 +77,7 @@ class CausalProbe(Rule):
             self._decline("other ranks take part in each forward")
         else:
             hook = partial(safely, self._hook)
-            patches.add(self._model.register_forward_pre_hook(hook, with_kwargs=True))
+            patches.hook(self._model.register_forward_pre_hook, hook, with_kwargs=True)
 
     def _decline(self, why: str) -> None:
         self._say(f"not probed: {why}")

@@ -121,7 +121,7 @@ class GatheredWeights(Rule):
         for piece in self._framework.gathered():
             pieces.setdefault(piece.module, []).append(piece)
         for module, own in pieces.items():
-            patches.add(module.register_forward_pre_hook(partial(safely, self._forward, own)))
+            patches.hook(module.register_forward_pre_hook, partial(safely, self._forward, own))
 
     @torch.no_grad()
     def _forward(self, pieces: Sequence[GatheredPiece], module: nn.Module, args: Any) -> None:

@@ -338,13 +338,13 @@ class DeepSpeedFramework(Framework):
         engine, patches, local = self._engine, self.patches, moments.guard.local
         gradient, scaled = map(patches.in_backward, (moments.on_gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(self.parameters):
-            patches.add(parameter.register_hook(partial(gradient, index)))  # type: ignore[no-untyped-call]
+            patches.hook(parameter.register_hook, partial(gradient, index))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
-        patches.add(called.register_forward_pre_hook(moments.pre_forward, with_kwargs=True))
-        patches.add(called.register_forward_hook(partial(local, self._losses.forwarded, moments)))
+        patches.hook(called.register_forward_pre_hook, moments.pre_forward, with_kwargs=True)
+        patches.hook(called.register_forward_hook, partial(local, self._losses.forwarded, moments))
         if self.observes_applied or self._autocast_scales:
             for optimizer in base_optimizers(engine):
-                patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
+                patches.hook(optimizer.register_step_pre_hook, moments.pre_optimizer_step)
         behind = moments.post_reduction if reduced_after_backward(engine) else None
         self._around("backward", partial(local, self._losses.before_backward, moments, scaled), behind)
         patches.before_backward(partial(local, self._losses.begins, moments))  # the engine's own, behind its scaling

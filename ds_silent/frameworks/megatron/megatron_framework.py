@@ -178,8 +178,8 @@ class MegatronFramework(Framework):
 
     def connect(self, moments: Moments) -> None:
         self._moments, patches = moments, self.patches
-        patches.add(self._chunks[0].module.register_forward_pre_hook(self._forward, with_kwargs=True))
-        patches.add(self._chunks[-1].module.register_forward_hook(moments.post_forward))
+        patches.hook(self._chunks[0].module.register_forward_pre_hook, self._forward, with_kwargs=True)
+        patches.hook(self._chunks[-1].module.register_forward_hook, moments.post_forward)
         watch_losses(patches, self._chunks, moments.on_loss, self._handed)
         patches.before_backward(self._backward_begins)
         for group in self._buffers.bucket_groups:
@@ -188,10 +188,10 @@ class MegatronFramework(Framework):
             # a buffer that weights are gathered through is empty when the forward has used them
             shared = getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
             register = chunk.module.register_forward_hook if shared else chunk.module.register_forward_pre_hook
-            patches.add(register(partial(self._chunk_begins, chunk)))
+            patches.hook(register, partial(self._chunk_begins, chunk))
             patches.around(chunk, "finish_grad_sync", after=partial(self._chunk_finished, chunk))
         for optimizer in self.optimizers():
-            patches.add(optimizer.register_step_pre_hook(moments.pre_optimizer_step))
+            patches.hook(optimizer.register_step_pre_hook, moments.pre_optimizer_step)
         patches.wrap(self._optimizer, "step", self._step)
 
     def _handed(self, loss: Tensor) -> None:
