@@ -10,7 +10,8 @@ What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,6 +25,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_ROWS, hash_rows, pack_rows, sampling_of
 
 logger = logging.getLogger("ds_silent")
+_REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
@@ -41,6 +43,35 @@ class _MicroBatch:
     begins: bool  # it is the first of a pass over the data
 
 
+class _Batch:
+    """The tensors of the newest forward, without keeping them alive.
+
+    Two batches of a loader are never the same tensors, even where their content is. A script that has moved one batch
+    before its loop, and never another, is found out after ``_REPEATS``.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[weakref.ref[Tensor], tuple[Any, ...] | None]] = []
+        self._repeats = 0
+
+    def repeated_by(self, tensors: list[Tensor]) -> bool:
+        """Tell whether these are the tensors of the forward before, unchanged, or the same views of them."""
+        found = [(tensor if tensor._base is None else tensor._base, _view_of(tensor)) for tensor in tensors]
+        same = bool(found) and len(found) == len(self._tensors)
+        for (source, view), (before, view_before) in zip(found, self._tensors, strict=False):
+            same = same and source is before() and view is not None and view == view_before
+        self._tensors = [(weakref.ref(source), view) for source, view in found]
+        self._repeats = self._repeats + 1 if same else 0
+        return 0 < self._repeats < _REPEATS
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what tells two uses of one tensor apart; None where nobody counts its changes."""
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return None
+    return tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 class RowIds:
     """Collect ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
@@ -52,6 +83,7 @@ class RowIds:
         sampling: which rows are sent.
         starts: places in what was taken last at which a loader had begun anew.
         told: whether all of it were ids that the script has told.
+        repeated: there was nothing to take, as every forward took the batch before once more.
     """
 
     def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
@@ -59,9 +91,10 @@ class RowIds:
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._sent_next: list[_MicroBatch] = []
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
+        self._newest, self._repeated = _Batch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()
-        self.told = self._warned = False
+        self.told = self.repeated = self._warned = self._again = False
         self._label_tokens: Tensor | None = None
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
@@ -71,17 +104,27 @@ class RowIds:
         if self.enabled:
             self._given.append(sample_ids)
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: bool = False) -> None:
-        """Take the inputs of one training forward; ``begins``: the first of a pass over the data."""
+    def forward(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Take the inputs of one training forward, unless they are the last one's: SAM and closures use a batch again.
+
+        Args:
+            begins: tells of a batch whether it is the first of a pass over the data.
+        """
         if not self.enabled:
             return
-        self._begins |= begins
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
             self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
         tensors, mask = batch_tensors(args, kwargs)
         tensors = [tensor for tensor in tensors if tensor.ndim]
+        self._again = self._newest.repeated_by(tensors)
+        if self._again:
+            self._told_again()
+            return
+        self._begins |= begins()
         if self._given:
             given = self._given.pop(0)
             rows = {int(tensor.shape[0]) for tensor in tensors}
@@ -91,6 +134,16 @@ class RowIds:
             self._warn(len(given), int(tensors[0].shape[0]))
         if tensors:
             self._add(row_hashes(tensors, mask), told=False)
+
+    def _told_again(self) -> None:
+        """Leave out ids that the script gives for a repeated batch, ahead of its forward or behind it."""
+        newest = self._sent_next[-1] if self._sent_next else None
+        if self._given and newest is not None and newest.told:
+            del self._given[:1]
+            return
+        if self._given and newest is not None and len(self._given[0]) == len(newest.ids):
+            newest.ids, newest.told = self._given.pop(0), True
+        self._repeated += 1
 
     def _add(self, ids: Tensor, told: bool) -> None:
         self._sent_next.append(_MicroBatch(ids, told, self._begins))
@@ -115,9 +168,9 @@ class RowIds:
                 one.ids, one.told = given, True
             else:
                 self._warn(len(given), len(one.ids))
-        for given in self._given[len(hashed) :]:  # the forward was not the observed module's
+        for given in self._given[len(hashed) + self._repeated :]:  # the forward was not the observed module's
             self._add(given, told=True)
-        self._given = []
+        self._given, self._repeated = [], 0
 
     def backward_ended(self) -> None:
         """Note that what was forwarded until now is in the gradients, or never will be."""
@@ -125,6 +178,7 @@ class RowIds:
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
+        self._newest = _Batch()
         if self._behind <= self._start:
             return
         begins = any(one.begins for one in self._sent_next[self._start : self._behind])
@@ -153,6 +207,7 @@ class RowIds:
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
         self.starts = tuple(place - lost for place in begun if place >= lost)
         self.told = all(one.told for one in taken)
+        self.repeated = self._again and not taken
         if not taken:
             return None
         together = torch.cat([one.ids.to(taken[-1].ids.device) for one in taken])

@@ -78,7 +78,7 @@ class Forwards:
             self._evaluated = rows
 
     def _take_rows(self, args: Any, kwargs: Any) -> None:
-        self._rows.forward(args, kwargs, self._loaders.forward())
+        self._rows.forward(args, kwargs, self._loaders.forward)
 
     def forwarded(self, module: Any, inputs: Any, output: Any) -> None:
         """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""

@@ -69,6 +69,7 @@ class Walk:
     watched: bool = False  # a loader was seen: where there are no starts, none began
     told: bool = True  # the script has told the ids: they are not hashes of the rows' content
     deal: Deal = Deal()
+    repeated: bool = False  # all forwards took the batch before once more: there are no rows, and none is missing
 
 
 class LoaderWatch:

@@ -306,8 +306,8 @@ class StepCapture:
     @property
     def walk(self) -> Walk:
         """How the rows of the newest observation came to this rank."""
-        loaders = self.loaders
-        return Walk(loaders.facts, self.rows.starts, loaders.seen, self.rows.told, loaders.deal)
+        loaders, rows = self.loaders, self.rows
+        return Walk(loaders.facts, rows.starts, loaders.seen, rows.told, loaders.deal, rows.repeated)
 
     # -- the observation -----------------------------------------------------------------------------------------
 

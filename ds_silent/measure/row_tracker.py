@@ -89,7 +89,7 @@ class RowTracker:
             self._epoch.start_epoch()
             self._partial, self._level = self._partial or self._resumed, level
         if int(sent.taken.min()) <= 0:
-            self._partial = True
+            self._partial |= not walk.repeated or bool(sent.taken.any())
             return None
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured

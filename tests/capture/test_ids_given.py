@@ -126,15 +126,15 @@ def test_ids_before_or_behind_the_forward(caplog: pytest.LogCaptureFixture) -> N
     rows = RowIds(enabled=True, capacity=8, micro_batch=4)
     ids = as_ids([4, 5, 6, 7])
     rows.given(ids)
-    rows.forward((BATCH,), {})
-    rows.forward((BATCH,), {})
+    rows.forward((BATCH.clone(),), {})
+    rows.forward((BATCH.clone(),), {})
     assert taken(rows) == [4, 5, 6, 7, *HASHED]
-    rows.forward((BATCH,), {})
+    rows.forward((BATCH.clone(),), {})
     rows.given(ids)
     assert taken(rows) == [4, 5, 6, 7]
     rows.given(ids)  # no forward of the engine's
     assert taken(rows) == [4, 5, 6, 7]
-    rows.forward((BATCH[:2],), {})  # a short last batch
+    rows.forward((BATCH[:2].clone(),), {})  # a short last batch
     rows.given(ids[:2])
     assert taken(rows) == [4, 5]
     assert caplog.records == []
@@ -150,7 +150,7 @@ def test_a_wrong_number_is_said_once_and_counts_for_nothing(
         for _ in range(3):
             if not late:
                 rows.given(torch.arange(count))
-            rows.forward((), {"tokens": BATCH})
+            rows.forward((), {"tokens": BATCH.clone()})
             if late:
                 rows.given(torch.arange(count))
             assert taken(rows) == HASHED

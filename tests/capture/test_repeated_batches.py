@@ -1,0 +1,162 @@
+"""SAM and closures take one batch several times in a row: its rows count once. A loader's repeated rows still count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ds_silent
+from ds_silent.capture.batch_rows import _REPEATS, RowIds
+from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.exchange.row_ids import unpack_ids
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.distributed import run_distributed
+
+
+def taken(rows: RowIds) -> list[int]:
+    packed = rows.take(torch.device("cpu"))
+    rows.end_step()
+    return [] if packed is None else unpack_ids(packed[None].double()).per_rank[0].tolist()
+
+
+def new() -> Tensor:
+    return torch.arange(8).reshape(4, 2)
+
+
+HASHED = row_hashes([new()]).tolist()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["in one step", "in several"])
+@pytest.mark.parametrize("view", [False, True])
+def test_the_same_tensors_count_once(between: bool, view: bool) -> None:
+    rows, batch = RowIds(enabled=True, capacity=16, micro_batch=4), torch.cat((new(), new()))
+    found = []
+    for _ in range(3):
+        rows.forward((batch[:4] if view else batch,), {})
+        if between:
+            found += taken(rows)
+    assert found + taken(rows) == (HASHED if view else 2 * HASHED)
+
+
+def test_what_is_another_batch_counts() -> None:
+    rows = RowIds(enabled=True, capacity=64, micro_batch=4)
+    batch = torch.cat((new(), new()))
+    for part in batch.chunk(2):
+        rows.forward((part,), {})
+    assert taken(rows) == 2 * HASHED  # another part of the same tensor
+    batch.add_(0)
+    rows.forward((batch[4:],), {})
+    assert taken(rows) == HASHED  # a buffer that a loader fills again
+    rows.forward((new(),), {})
+    rows.forward((new(),), {})
+    assert taken(rows) == 2 * HASHED  # a loader that gives the same rows again
+    with torch.inference_mode():
+        frozen = new()
+    rows.forward((frozen,), {})
+    rows.forward((frozen,), {})
+    assert taken(rows) == 2 * HASHED  # nobody counts its changes
+
+
+def test_one_batch_for_ever_is_found_out() -> None:
+    rows, batch = RowIds(enabled=True, capacity=4, micro_batch=4), new()
+    counted = []
+    for _ in range(_REPEATS + 3):
+        rows.forward((batch,), {})
+        counted.append(len(taken(rows)))
+    assert counted == [4] + [0] * (_REPEATS - 1) + [4] * 3
+
+
+def test_after_a_gradient_was_dropped_the_next_forward_counts() -> None:
+    rows, batch = RowIds(enabled=True, capacity=4, micro_batch=4), new()
+    rows.forward((batch,), {})
+    rows.backward_ended()
+    rows.drop()
+    rows.forward((batch,), {})
+    assert taken(rows) == HASHED
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("between", [False, True], ids=["in one step", "in several"])
+def test_ids_of_a_repeated_batch_count_once(late: bool, between: bool) -> None:
+    rows, batch, ids, found = RowIds(enabled=True, capacity=8, micro_batch=4), new(), torch.arange(4), []
+    for _ in range(2):
+        if not late:
+            rows.given(ids)
+        rows.forward((batch,), {})
+        if late:
+            rows.given(ids)
+        if between:
+            found += taken(rows)
+    assert found + taken(rows) == [0, 1, 2, 3]
+
+
+ROWS, BATCH, EPOCHS = 128, 4, 3
+
+
+def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 1, generator=generator))
+    sampler: Any = DistributedSampler(data, seed=3)
+    loader = DataLoader(data, BATCH, sampler=sampler)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            yield batch
+            if kind == "twice":  # as from two workers that read the same stream
+                yield tuple(part.clone() for part in batch)  # type: ignore[misc]
+
+
+def train(kind: str, directory: Path) -> None:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if kind == "closure":
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
+    assert observer is not None
+    for rows, targets in batches(kind):
+
+        def gradient(rows: Tensor = rows, targets: Tensor = targets) -> Any:
+            optimizer.zero_grad()
+            loss = (model(rows) - targets).square().mean()
+            loss.backward()
+            return loss
+
+        if kind == "closure":
+            optimizer.step(gradient)
+            continue
+        gradient()
+        if kind == "sam":
+            moves = [0.05 * p.grad / p.grad.norm().clamp(min=1e-6) for p in model.parameters() if p.grad is not None]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            gradient()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moves)
+        optimizer.step()
+    observer.close()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["once", "sam", "closure"])
+def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
+    run_distributed(train, 2, (kind, tmp_path))
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+    passes = [record["coverage"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    passes = [one for one in passes if one["seen"] is not None]  # null where a step brings no new rows
+    assert [one["seen"] for one in passes].count(1.0) == EPOCHS
+    assert {one["repeated"] for one in passes} == {0.0}
+
+
+def test_batches_that_come_twice_are_told(tmp_path: Path) -> None:
+    run_distributed(train, 2, ("twice", tmp_path))
+    kinds = {event["kind"] for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"}
+    assert kinds & {"data-order-mismatch", "duplicate-data"}
