@@ -17,6 +17,7 @@ from ds_silent.patches import Patches
 
 if TYPE_CHECKING:
     from ds_silent.comparison import TrainingComparison, compare
+    from ds_silent.comparison.log_probabilities import LogProbabilityGap, log_probability_gap
     from ds_silent.config import ConfigError, SilentConsistencyConfig
     from ds_silent.frameworks.attach import attach, observe
     from ds_silent.frameworks.ddp import attach_ddp
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "Event",
     "Fingerprint",
+    "LogProbabilityGap",
     "Observer",
     "SilentConsistencyConfig",
     "SinkError",
@@ -43,6 +45,7 @@ __all__ = [
     "compare",
     "fingerprint",
     "initialize",
+    "log_probability_gap",
     "observe",
     "observer_of",
 ]
@@ -53,6 +56,7 @@ _MODULES = {
     "ConfigError": "config",
     "Event": "records",
     "Fingerprint": "frameworks.weight_fingerprint",
+    "LogProbabilityGap": "comparison.log_probabilities",
     "Observer": "observing.observer",
     "SilentConsistencyConfig": "config",
     "SinkError": "sinks",
@@ -62,6 +66,7 @@ _MODULES = {
     "attach": "frameworks.attach",
     "compare": "comparison",
     "fingerprint": "frameworks.weight_fingerprint",
+    "log_probability_gap": "comparison.log_probabilities",
     "initialize": "frameworks.deepspeed.attach_deepspeed",
     "observe": "frameworks.attach",
     "observer_of": "observing.observe",
