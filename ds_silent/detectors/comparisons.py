@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -129,12 +128,12 @@ class Strongest:
     spread: bool = False  # the size of its deviation
 
 
-class _Comparison:
+class _Comparison(Stored):
     """Hold the evidence of a comparison of ranks, and the coefficients that explain one statistic by others."""
 
     def __init__(self, series: int, ranks: int, cap: float):
         self._test = SequentialTest(series, ranks, cap)
-        self._explained = (Explained(1), Explained(3), Explained(2))
+        self._explained = self._loss, self._norm, self._direction = Explained(1), Explained(3), Explained(2)
 
     def gain(self, series: int, component: int, rank: int) -> float:
         """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
@@ -156,6 +155,8 @@ class AgainstOthers(_Comparison):
         ranks: N, at least 2.
         cap: log evidence above which a component need not grow.
     """
+
+    stored = ("test", "loss", "norm", "direction")
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(TOKENS_SIZE + 1, ranks, cap)
@@ -196,19 +197,14 @@ class AgainstOthers(_Comparison):
         series = size if spread else series
         return Strongest(STATISTICS[series % LOSS_SIZE], series, self._test.onset(series, rank), spread)
 
-    def state_dict(self) -> dict[str, Any]:
-        loss, norm, direction = (explained.state_dict() for explained in self._explained)
-        return {"test": self._test.state_dict(), "loss": loss, "norm": norm, "direction": direction}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of as many ranks."""
-        self._test.load_state_dict(state["test"])
-        for explained, name in zip(self._explained, ("loss", "norm", "direction"), strict=True):
-            explained.load_state_dict(state[name])
-
 
 class AgainstOwnPast(_Comparison):
-    """Follow how the same numbers change against each rank's own past, over several windows side by side."""
+    """Follow how the same numbers change against each rank's own past, over several windows side by side.
+
+    A resume keeps each rank's past; evidence that is not enough yet starts anew.
+    """
+
+    stored = ("pasts", "explained")
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
@@ -217,17 +213,16 @@ class AgainstOwnPast(_Comparison):
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        deviations: list[Array] = []
-        slack: list[Array] = []
+        found = []
         for past in self._pasts:
             moved = past.moved(columns)
             rest = moved.copy()
             for row, explained in enumerate(self._explained):
                 act = explained.residual if past.window == WINDOWS[1] else explained.adjusted
                 rest[row] = act(moved[row], _covariates(moved, row), healthy)
-            for found, values in zip((deviations, slack), past.step(rest, columns, healthy), strict=True):
-                found.append(values)
-        self._test.step(step, np.concatenate(deviations), healthy, np.concatenate(slack))
+            found.append(past.step(rest, columns, healthy))
+        deviations, slack = map(np.concatenate, zip(*found, strict=True))
+        self._test.step(step, deviations, healthy, slack)
         if _all_equal(columns[TOKENS], healthy):
             for window in range(len(WINDOWS)):
                 self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
@@ -258,18 +253,6 @@ class AgainstOwnPast(_Comparison):
         self.forget(ranks)
         for past in self._pasts:
             past.forget(ranks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able. Evidence that is not enough yet starts anew; each rank's past is kept."""
-        explained = [one.state_dict() for one in self._explained]
-        return {"pasts": [past.state_dict() for past in self._pasts], "explained": explained}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of as many ranks and windows."""
-        for past, one in zip(self._pasts, state["pasts"], strict=True):
-            past.load_state_dict(one)
-        for explained, one in zip(self._explained, state["explained"], strict=True):
-            explained.load_state_dict(one)
 
 
 def _covariates(columns: Array, row: int) -> list[Array]:

@@ -41,6 +41,7 @@ FEW = 16  # ranks up to which each is compared with exactly the others
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 TOGETHER = 1024  # ranks
 MOST = 1e100  # evidence that need not grow
+OF_NORMAL = 1.4826  # standard deviation of normal values, over their median distance from the median
 _SIGNS = np.array([*(1,) * 3, *(-1,) * 3, *(1,) * 2, *(-1,) * 2])
 _REMEMBERS = np.array([False] * 6 + [True] * 4)
 _MIDDLE = [1, 4]
@@ -159,9 +160,7 @@ class LayerEvidence:
                 whole = _spread(own)
             else:
                 middle = median_of_known(own, np.nan)[:, None]
-                whole = (
-                    median_of_known(np.abs(own - middle), np.nan) * 1.4826
-                )  # of normal values, their standard deviation
+                whole = median_of_known(np.abs(own - middle), np.nan) * OF_NORMAL
                 spread = whole[:, None]
         floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
         scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
@@ -182,10 +181,7 @@ class LayerEvidence:
         if slack is not None:  # off every bet
             bet = np.exp(-slack / 4.0)
             less = np.stack([bet, bet**4, bet**16])
-            for first, last in ((0, 3), (3, 6)):
-                self.gain[first:last] *= less
-            for first, last in ((6, 8), (8, 10)):
-                self.gain[first:last] *= less[1:]
+            self.gain *= np.concatenate([less, less, less[1:], less[1:]])
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
         for part in self._parts():

@@ -88,14 +88,14 @@ class RankComparison(Detector):
                 new.append(note)
         return new
 
-    def save(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "outlier": None if self.outlier is None else self.outlier.state_dict(),
             "layers": None if self.layers is None else self.layers.state_dict(),
             "layers_first": sorted(self._layers_first),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.outlier = None
         if state["outlier"] is not None:
             outlier, layers = self._begin(state["outlier"]["ranks"])
