@@ -1,7 +1,7 @@
 """Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
 
 rows = RowIds(enabled=True, capacity=64, micro_batch=4, ranks=8)
-rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
+rows.given(as_ids([7, 8, 9, 10])); rows.forward(args, kwargs)       # per micro-batch, in this order
 packed = rows.take(device)                               # at a measured step: everything since the last one
 
 What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`.
@@ -10,11 +10,13 @@ What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -180,3 +182,79 @@ class RowIds:
         while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
             kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
+
+
+# -- ids as scripts give them, in whatever form ------------------------------------------------------------------------
+
+
+def as_ids(given: Any) -> Tensor:
+    """Ids of a micro-batch's rows from what people have.
+
+    Args:
+        given: one integer per row: a tensor (any integer dtype and device), a numpy array, a list, a tuple, a range,
+            or anything that numpy reads as such; a single integer is a micro-batch of one row.
+
+    Returns:
+        int64 (rows,), where the ids were. Nothing waits for a device.
+
+    Raises:
+        TypeError: they are no integers (strings, floats, booleans, a mapping).
+        ValueError: there are more dimensions than one, or an id does not fit into 64 bits with a sign.
+    """
+    if isinstance(given, (list, tuple)) and any(isinstance(one, Tensor) for one in given):
+        given = _stacked(given)
+    if isinstance(given, Tensor):
+        kind, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
+        whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
+        ids = given.detach()
+        too_large = ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any())
+    else:
+        array = _array(given)
+        kind, shape = _kind(given, array), array.shape
+        whole = array.dtype.kind in "iu" or (array.size == 0 and isinstance(given, (list, tuple)))
+        numbers = given if isinstance(given, (list, tuple)) else [given]
+        if not whole and numbers and all(type(one) is int for one in numbers):  # numpy makes objects or floats of them
+            raise ValueError(f"{_TAKES}, got an integer that does not fit into 64 bits; pass a hash of it")
+        too_large = whole and bool(array.size) and int(array.max()) >= 1 << 63
+        ids = torch.from_numpy(array.astype(np.int64, copy=True)) if whole else torch.empty(0)
+    if not whole:
+        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
+    if len(shape) > 1:
+        raise ValueError(f"{_TAKES}, got {len(shape)} dimensions {tuple(shape)}; pass one id per row")
+    if too_large:
+        raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
+    return ids.to(torch.int64).reshape(-1)
+
+
+_TAKES = "observe_batch takes one integer id per row of this rank's micro-batch (a list, a numpy array or a 1-D tensor)"
+_INSTANCE = "pass the rows' places in the data set, for instance"
+
+
+def _stacked(given: Sequence[Any]) -> Tensor:
+    """A list of 0-dim tensors, as a data set without a collate function gives them."""
+    try:
+        return torch.stack([one if isinstance(one, Tensor) else torch.tensor(one) for one in given])
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{_TAKES}, got a list of tensors that are not one number each; pass integers") from None
+
+
+def _array(given: Any) -> npt.NDArray[Any]:
+    kind = _article(type(given).__name__)
+    if isinstance(given, (Mapping, set, frozenset, str, bytes)) or given is None:
+        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{_TAKES}, got {kind} of unequal parts; pass one id per row") from None
+
+
+def _kind(given: Any, array: npt.NDArray[Any]) -> str:
+    """What people would call it."""
+    if isinstance(given, (list, tuple)):
+        odd = next((one for one in given if type(one) is bool or not isinstance(one, (int, np.integer))), 0)
+        return f"a {type(given).__name__} of {type(odd).__name__}"
+    return f"an array of {array.dtype}" if array.dtype != object else _article(type(given).__name__)
+
+
+def _article(name: str) -> str:
+    return "None" if name == "NoneType" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -99,7 +99,7 @@ class BreachCheck:
     def _ask(
         self, step: int, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
     ) -> tuple[Unlike, ...]:
-        own = guard.local(self._at, step) or ()
+        own = guard.local(self._found.get, step) or ()
         mine = torch.tensor([int(guard.local(_code_of, own) or 0.0)], dtype=torch.int32).to(device)
         codes = gather_on_host(mine, group, guard.collective).reshape(-1).long()
         parts = [part for part in parts_of_numbers(codes.numpy()) if codes[part[0]] != 0][:SPEAKERS]
@@ -111,18 +111,12 @@ class BreachCheck:
         )
         return guard.local(unlike_of, spoken, parts, len(codes)) or ()
 
-    def _at(self, step: int) -> tuple[Breach, ...]:
-        return self._found.get(step, ())
-
     def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """Return what this rank knows by itself, where the ranks come together no more; nothing that is told."""
-        codes = self._news(arrived)
-        own = self._at(arrived.step)
-        if not codes or not own:
-            return ()
-        everybody = len(set(codes)) == 1
-        ranks = () if everybody else (dist.get_rank(self._framework.group),)
-        return tuple(_one(breach, ranks, dist.get_world_size(self._framework.group)) for breach in own)
+        codes, group = self._news(arrived), self._framework.group
+        ranks = () if codes is None or len(set(codes)) == 1 else (dist.get_rank(group),)
+        own = self._found.get(arrived.step, ()) if codes else ()
+        return tuple(_one(breach, ranks, dist.get_world_size(group)) for breach in own)
 
 
 def _code_of(breaches: Sequence[Breach]) -> float:
@@ -142,30 +136,18 @@ def text_of(breaches: Sequence[Breach]) -> str:
 
 def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_size: int) -> tuple[Unlike, ...]:
     """Word what the first rank of each part has said of it."""
-    breaches: dict[str, Breach] = {}
-    ranks: dict[str, set[int]] = {}
+    found: dict[str, tuple[Breach, set[int]]] = {}
     for text, part in zip(spoken, parts, strict=True):
         for told in json.loads(text):
-            breach = Breach(**{**told, "effects": tuple(told["effects"])})
-            breaches.setdefault(breach.key, breach)
-            ranks.setdefault(breach.key, set()).update(part)
+            breach = Breach(**told | {"effects": tuple(told["effects"])})
+            found.setdefault(breach.key, (breach, set()))[1].update(part)
     return tuple(
-        _one(breach, () if len(ranks[key]) == world_size else tuple(sorted(ranks[key])), world_size)
-        for key, breach in breaches.items()
+        _one(breach, () if len(ranks) == world_size else tuple(sorted(ranks)), world_size)
+        for breach, ranks in found.values()
     )
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     """Add the ranks that found it; none where all have."""
     message = f"On {named(ranks, world_size)}: {breach.message}" if ranks else breach.message
-    return Unlike(
-        key=KEY + breach.key,
-        ranks=ranks,
-        where=breach.where,
-        message=message,
-        remedy=breach.remedy,
-        since=breach.since,
-        kind=breach.kind,
-        severity=breach.severity,
-        effects=breach.effects,
-    )
+    return Unlike(**vars(breach) | {"key": KEY + breach.key, "message": message}, ranks=ranks)

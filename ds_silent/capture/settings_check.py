@@ -190,9 +190,7 @@ class SettingsCheck:
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
         self._noted = True
-        if not bool((draws == draws[0]).all()):
-            return None
-        return same_draws(known.step, ranks, self._words)
+        return same_draws(known.step, ranks, self._words) if bool((draws == draws[0]).all()) else None
 
 
 def _differences(known: Gathered, objective: SameObjective) -> dict[str, Parts]:
@@ -258,15 +256,11 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
             continue
         group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
         if event.kind == "objective-mismatch":
-            message = _upper(event.message) + weighing(known, event.ranks, ranks)
+            message = event.message[:1].upper() + event.message[1:] + weighing(known, event.ranks, ranks)
             found.append(_one(OBJECTIVE, event.ranks or tuple(range(ranks)), "loss", message, event.step))
         else:
             found.append(_one(group, event.ranks, where, event.message, event.step))
     return tuple(found)
-
-
-def _upper(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
 
 
 def weighing(known: Gathered, odd: Sequence[int], ranks: int) -> str:

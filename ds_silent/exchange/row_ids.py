@@ -100,11 +100,6 @@ class StepIds:
     rate: float = 1.0  # share of the rows in the sample
 
     @property
-    def per_rank(self) -> tuple[Ids, ...]:
-        """Each rank's ids, in the order in which it visited them."""
-        return tuple(np.split(self.values, np.cumsum(self.counts)[:-1]))
-
-    @property
     def counts(self) -> Ids:
         """(N,) ids that each rank has sent."""
         return np.bincount(self.owners, minlength=len(self.taken)).astype(np.int64)

@@ -1,7 +1,7 @@
 """Find out whether rows are dealt to the ranks at random in each epoch, or each rank takes its own again.
 
     follower = DealFollower()
-    follower.take(values, owners, ranks)                              # the rows of an observation, if known
+    follower.rows.step(values, owners, ranks)                         # the rows of an observation, if known
     follower.step(words, deal, samples, step_rows, rows_in_epoch)     # DataDealt("random", by="...")
 
 *By the samplers*, from the first step on: all ranks must say the same. Each sends a hash of the order that its sampler
@@ -44,8 +44,7 @@ class DealFollower:
     Attributes:
         newest: the deal as known at the newest step.
         declared: the deal as the user states it, which stands; None: not stated.
-        own_again: among the newest observation's rows that came before, the share that the same rank had taken; None
-            without such rows.
+        rows: which rank took which row.
     """
 
     def __init__(self) -> None:
@@ -53,15 +52,7 @@ class DealFollower:
         self.declared: DataDealt | None = None
         self._word = 0.0  # of all samplers; ``_since``: rows taken when it came
         self._since = 0
-        self._rows = RowOwners()
-
-    @property
-    def own_again(self) -> float | None:
-        return self._rows.own_again
-
-    def take(self, values: Ids, owners: Ids, ranks: int) -> None:
-        """Take in all ranks' rows or a sample of them, each row's rank; each rank's in order."""
-        self._rows.step(values, owners, ranks)
+        self.rows = RowOwners()
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
         """Take in one measured step.
@@ -76,7 +67,7 @@ class DealFollower:
         return self.newest
 
     def _by_rows(self, said: DataDealt, deal: Deal) -> DataDealt:
-        rows = self._rows
+        rows = self.rows
         if rows.own.decided:
             return said if said.dealt == "own-shard" else DataDealt("own-shard", "rows come again on the rank they had")
         if rows.blocks.decided and said.dealt != "own-shard":
@@ -105,11 +96,11 @@ class DealFollower:
         return DataDealt("random", deal.by)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"word": self._word, "since": self._since, "rows": self._rows.state_dict()}
+        return {"word": self._word, "since": self._since, "rows": self.rows.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._word, self._since = float(state["word"]), int(state["since"])
-        self._rows.load_state_dict(state["rows"])
+        self.rows.load_state_dict(state["rows"])
 
 
 @dataclass
@@ -140,7 +131,8 @@ class RowOwners:
 
     Attributes:
         random, own, blocks: the evidence for each.
-        own_again: see :class:`DealFollower`.
+        own_again: among the newest observation's rows that came before, the share that the same rank had taken; None
+            without such rows.
     """
 
     def __init__(self) -> None:
@@ -157,7 +149,7 @@ class RowOwners:
         self._single = np.full(ranks, -1, dtype=np.int64)  # earlier owner of each rank's newest unpaired row
 
     def step(self, values: Ids, owners: Ids, ranks: int) -> None:
-        """Take in the rows of an observation; see :meth:`DealFollower.take`."""
+        """Take in all ranks' rows of an observation or a sample of them, and each row's rank; each rank's in order."""
         if ranks != self._ranks:
             self._start(ranks)
         self._count += 1

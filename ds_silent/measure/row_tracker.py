@@ -96,8 +96,8 @@ class RowTracker:
         of_step = sent.places >= before[sent.owners]
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
-        self.deal.take(sent.values, sent.owners, ranks)
-        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.own_again)
+        self.deal.rows.step(sent.values, sent.owners, ranks)
+        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.capture import weight_samples
-from ds_silent.capture.weight_samples import WeightSamples
+from ds_silent.capture.traced import WeightSamples
 from ds_silent.trace import sample_counts, sampled
 
 Part = tuple[int, int, Tensor]

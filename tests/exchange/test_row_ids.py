@@ -22,14 +22,14 @@ def test_64_bits_survive_fp32() -> None:
     assert packed.dtype == torch.float32
     assert packed.shape == (49,)
     step = unpack_ids(packed[None].double())
-    assert step.per_rank[0].tolist() == EXTREMES
+    assert step.values.tolist() == EXTREMES
     assert step.rows == (len(EXTREMES),)
     assert step.complete
 
 
 def test_what_did_not_fit_is_seen() -> None:
     step = unpack_ids(torch.stack([pack_ids(torch.arange(5), 4), pack_ids(torch.arange(4), 4), torch.zeros(13)]))
-    assert [ids.tolist() for ids in step.per_rank] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
+    assert [step.values[step.owners == rank].tolist() for rank in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
     assert step.rows == (5, 4, 0)
     assert not step.complete
 
@@ -41,7 +41,7 @@ def test_what_is_no_id_is_no_row(place: int, value: float) -> None:
     bad[place] = value
     step = unpack_ids(torch.stack([bad, good]))
     assert step.rows == (-1, 4)
-    assert len(step.per_rank[0]) == 0
+    assert 0 not in step.owners
     assert not step.complete
 
 
@@ -50,7 +50,8 @@ def gather_ids() -> list[list[int]]:
     own = pack_ids(torch.tensor(EXTREMES)[: 5 + rank] - rank, 16)
     everyone = torch.empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(everyone, own)
-    return [ids.tolist() for ids in unpack_ids(everyone.view(-1, len(own))).per_rank]
+    step = unpack_ids(everyone.view(-1, len(own)))
+    return [step.values[step.owners == rank].tolist() for rank in range(len(step.taken))]
 
 
 def test_ids_through_a_real_collective() -> None:
