@@ -29,10 +29,6 @@ class Forwards:
 
     Args:
         module: one forward of it is a micro-batch.
-        rows: collects ids and label tokens.
-        loaders: what feeds the training.
-        settings: look at each training forward.
-        traced: looks at the order of the first; None where no trace is written.
     """
 
     def __init__(
@@ -167,7 +163,6 @@ def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | No
 
     Args:
         module: whose ``loss_function`` says whether its labels are shifted (transformers' do).
-        inputs: keyword arguments of the forward.
     """
     items, labels = inputs.get("num_items_in_batch"), inputs.get("shift_labels")
     if not isinstance(labels, Tensor):

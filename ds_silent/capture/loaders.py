@@ -31,7 +31,7 @@ from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
 logger = logging.getLogger("ds_silent")
-_watches: weakref.WeakSet[LoaderWatch | LoaderMemory] = weakref.WeakSet()
+_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
@@ -71,7 +71,41 @@ class Walk:
     deal: Deal = Deal()
 
 
-class LoaderWatch:
+class _Watch:
+    """Hear of each batch that an iterator of torch's loaders gives, until :meth:`remove`."""
+
+    def advanced(self, iterator: Any) -> None:
+        """Note that an iterator has given a batch; of evaluation, too."""
+        raise NotImplementedError
+
+    def _watch(self) -> None:
+        _watches.add(self)
+        iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+        if _originals or iterator is None:
+            return
+        original = iterator.__next__
+        _originals.append(original)
+
+        def advance(self: Any) -> Any:
+            batch = original(self)
+            for watch in tuple(_watches):
+                try:
+                    watch.advanced(self)
+                except Exception as error:  # in the script's own loop: it must not end it
+                    _watches.discard(watch)
+                    logger.warning("ds_silent: the loader is not followed any more: %s", error)
+            return batch
+
+        setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+
+    def remove(self) -> None:
+        """End it; the last watch to go leaves torch's class as it was."""
+        _watches.discard(self)
+        if not _watches and _originals:
+            setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+
+
+class LoaderWatch(_Watch):
     """Follow the loader that feeds one training, on this rank.
 
     Attributes:
@@ -101,15 +135,10 @@ class LoaderWatch:
         for memory in [one for one in _watches if isinstance(one, LoaderMemory)]:
             if memory.newest is not None:
                 self.advanced(memory.newest)
-        _connect(self)
+        self._watch()
         return self
 
-    def remove(self) -> None:
-        """End it; the last watch to go leaves torch's class as it was."""
-        _disconnect(self)
-
     def advanced(self, iterator: Any) -> None:
-        """Note that an iterator has given a batch; of evaluation, too."""
         number = self._passes.get(iterator, 0)
         if not number or getattr(iterator, "_num_yielded", 0) == 1:
             self._begun += 1
@@ -160,7 +189,7 @@ class LoaderWatch:
         return replace(deal, by=f"{deal.by}, epoch advances") if len(self._orders) > 1 else deal
 
 
-class LoaderMemory:
+class LoaderMemory(_Watch):
     """Remember from now on which iterator of a loader was advanced last, for a watch that connects later.
 
     Attributes:
@@ -169,46 +198,14 @@ class LoaderMemory:
 
     def __init__(self) -> None:
         self._newest: weakref.ref[Any] | None = None
-        _connect(self)
+        self._watch()
 
     @property
     def newest(self) -> Any:
         return None if self._newest is None else self._newest()
 
     def advanced(self, iterator: Any) -> None:
-        """Remember the iterator that has given a batch."""
         self._newest = weakref.ref(iterator)
-
-    def remove(self) -> None:
-        """Forget it."""
-        _disconnect(self)
-
-
-def _connect(watch: LoaderWatch | LoaderMemory) -> None:
-    _watches.add(watch)
-    iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if _originals or iterator is None:
-        return
-    original = iterator.__next__
-    _originals.append(original)
-
-    def advance(self: Any) -> Any:
-        batch = original(self)
-        for watch in tuple(_watches):
-            try:
-                watch.advanced(self)
-            except Exception as error:  # in the script's own loop: it must not end it
-                _watches.discard(watch)
-                logger.warning("ds_silent: the loader is not followed any more: %s", error)
-        return batch
-
-    setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
-
-
-def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
-    _watches.discard(watch)
-    if not _watches and _originals:
-        setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
 
 
 # -- what a loader or sampler says of the data -------------------------------------------------------------------------

@@ -36,8 +36,6 @@ class LocalGradient:
     Args:
         numels: elements of each trainable parameter.
         groups: layer of each parameter.
-        config: the ``direction`` block.
-        device: where the gradients are.
         accumulated: see :data:`Accumulated`; never called when ``additive``.
         additive: every micro-batch is reduced and freed; nobody accumulates the local gradient.
         norms_add_up: False when ``additive`` and a step has several micro-batches.
@@ -107,7 +105,6 @@ class LocalGradient:
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
-            exact: whether the exact method is due at this step.
 
         Raises:
             SparseGradientError: only some rows of it are there.

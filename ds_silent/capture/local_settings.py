@@ -14,7 +14,6 @@ A new setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from ds_silent.preflight.settings import (
     groups_of,
     holding_items,
     holdings_of,
+    joined,
 )
 
 OBJECTIVE: Literal["objective"] = "objective"
@@ -172,7 +172,7 @@ class LocalSettings:
         look = self._looks.get(step) or self._look()
 
         def of_groups(column: int) -> Callable[[], str]:
-            return lambda: _joined([group[column] for group in look.hyper_parameters])
+            return lambda: joined([group[column] for group in look.hyper_parameters if group[column] is not None])
 
         items = [item_of(name, "optimizer", of_groups(column)) for column, name in enumerate(HYPER_PARAMETERS.values())]
         on_device = [item_of("hyper-parameters on the device", "optimizer", lambda: _listed(look.on_device))]
@@ -242,12 +242,6 @@ def _plain(value: Any, on_device: list[Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_plain(inner, on_device) for inner in value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
-
-
-def _joined(values: Sequence[Any]) -> str:
-    """Return the one value if all parameter groups that have it agree, else all values."""
-    texts = [json.dumps(value) for value in values if value is not None]
-    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
 
 
 def _listed(values: Sequence[Tensor]) -> str:

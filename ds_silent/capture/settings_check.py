@@ -108,10 +108,6 @@ _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 class SettingsCheck:
     """Hold what all ranks know of each other's settings.
 
-    Args:
-        local: this rank's.
-        words: the framework's, for a note.
-
     Attributes:
         differing: what differs between the ranks at the step that was read last, the same on every rank.
     """

@@ -78,8 +78,6 @@ class StepMoments:
     Attributes:
         plan: of the step under way.
         came: whether a gradient has come, or a reduction has begun, since the last step.
-        aggregate: this rank's share of it.
-        forwards: rows and losses of the micro-batches.
         last_applied: what the optimizer used in the last measured step.
         unpublished: the step under way gets no record, with which what is applied could be compared.
         scale: the factor on the step's gradients, as the gradient of its loss says it.

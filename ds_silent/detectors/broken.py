@@ -24,11 +24,7 @@ class BrokenNumbers(Detector):
 
 
 class StaleParameters(Detector):
-    """Report parameters that get a gradient on other ranks only, unless the model is conditional.
-
-    Args:
-        alike: whether ranks train the same parameters at all.
-    """
+    """Report parameters that get a gradient on other ranks only, unless the model is conditional."""
 
     stored = ("stale_key", "conditional")
 

@@ -70,31 +70,24 @@ class Explained(Stored):
         self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
         self._learnt = 0
 
-    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags, learn: bool = True) -> Array:
         """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
         peers = peers & np.isfinite(values)
-        x = self._deviations(values, covariates, peers)
         if not peers.any():
             return np.array(values)
+        x = self._deviations(values, covariates, peers)
         result = values - self._coefficients() @ x
-        if peers.sum() >= 2:
+        if learn and peers.sum() >= 2:
             y = np.clip(values[None], -LARGEST, LARGEST)
             self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
         return np.asarray(result)
-
-    def adjusted(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
-        """(N,) the same residuals; nothing is learnt."""
-        peers = peers & np.isfinite(values)
-        if not peers.any():
-            return np.array(values)
-        return np.asarray(values - self._coefficients() @ self._deviations(values, covariates, peers))
 
     def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
         """(C, N) covariates against the peers' middle."""
         known = np.isfinite(values)
         columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
         x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        return self._clipped(x - _middles(x, peers)) if peers.any() else x
+        return self._clipped(x - _middles(x, peers))
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
@@ -149,12 +142,7 @@ class _Comparison(Stored):
 
 
 class AgainstOthers(_Comparison):
-    """Follow three statistics and the label tokens of each rank, as they are.
-
-    Args:
-        ranks: N, at least 2.
-        cap: log evidence above which a component need not grow.
-    """
+    """Follow three statistics and the label tokens of each rank, as they are."""
 
     stored = ("test", "loss", "norm", "direction")
 
@@ -215,11 +203,10 @@ class AgainstOwnPast(_Comparison):
         """Add the evidence of one step: (4, N), NaN where not known."""
         found = []
         for past in self._pasts:
-            moved = past.moved(columns)
+            moved, learn = past.moved(columns), past.window == WINDOWS[1]
             rest = moved.copy()
             for row, explained in enumerate(self._explained):
-                act = explained.residual if past.window == WINDOWS[1] else explained.adjusted
-                rest[row] = act(moved[row], _covariates(moved, row), healthy)
+                rest[row] = explained.residual(moved[row], _covariates(moved, row), healthy, learn)
             found.append(past.step(rest, columns, healthy))
         deviations, slack = map(np.concatenate, zip(*found, strict=True))
         self._test.step(step, deviations, healthy, slack)

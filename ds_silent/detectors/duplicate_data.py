@@ -78,11 +78,7 @@ class SameRows(Detector):
 
 
 class SameGradients(Detector):
-    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank.
-
-    Args:
-        alike: whether ranks compute comparable gradients at all.
-    """
+    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank."""
 
     def __init__(self, alike: bool = True):
         self._alike = alike
@@ -93,11 +89,7 @@ class SameGradients(Detector):
 
 
 class SampledRowsTest(Detector):
-    """Follow the pairs that have shared a row lately.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms.
-    """
+    """Follow the pairs that have shared a row lately."""
 
     key = "sampled_rows"
     stored = ("ranks", "steps", "pairs", "evidence", "counts", "since")

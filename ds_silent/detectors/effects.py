@@ -190,11 +190,6 @@ class Flag:
 class Weigher:
     """Remember what the ranks of one run sent, and weigh those that are flagged.
 
-    Args:
-        ranks: N.
-        words: for the likely causes.
-        sizes: below which an effect is a note.
-
     Attributes:
         recent: the newest steps.
     """

@@ -73,6 +73,10 @@ class Detector(Stored):
         key: the name of its entry in the judge's state; empty: what it remembers are entries of their own there.
         scores: of the newest step, whether they reach their thresholds or not.
         notes: events of the newest step that are no faults.
+
+    Several detectors, and the tests that they are made of, take ``log_threshold``: the log of the mean number of
+    measured steps between their false alarms; ``words``: the framework's terms, for messages; ``sizes``: effects below
+    which a finding is a note; ``alike``: whether ranks can be compared with each other.
     """
 
     key: str = ""

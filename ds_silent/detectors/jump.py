@@ -136,7 +136,6 @@ class JumpTest(Detector):
     """Follow three numbers of one run.
 
     Args:
-        log_threshold: log of the mean number of measured steps between false notes.
         rate: stated false alarms per million steps, for the odds of a note.
 
     Attributes:

@@ -51,9 +51,6 @@ _WEIGHTS = np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN))
 class LayerEvidence:
     """The evidence against each rank of one run.
 
-    Args:
-        ranks: N.
-
     Attributes:
         series: S + 1, those of the layers and last the label tokens; 0 before :meth:`start`.
         evidence: (C, S + 1, N) M.

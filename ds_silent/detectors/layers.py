@@ -77,17 +77,7 @@ class LayerFlag:
 
 
 class LayerTest:
-    """Follow the layers of one run's ranks.
-
-    Args:
-        ranks: N, at least 2.
-        log_threshold: log A of the mean number of measured steps between false alarms of this detector.
-        sizes: below which a finding is a note.
-
-    Attributes:
-        scores: the largest score of the ranks compared at the newest step.
-        notes: of the newest step: changes that the rank's rows may have made.
-    """
+    """Follow the layers of one run's ranks."""
 
     def __init__(self, ranks: int, log_threshold: float, sizes: EffectsConfig | None = None):
         self.scores: tuple[Score, ...] = ()

@@ -57,16 +57,7 @@ _OWN_PAST = {"against": "before", "theirs": "before"}
 
 
 class OutlierTest:
-    """Follow the ranks of one run.
-
-    Args:
-        ranks: N, at least 2.
-        log_threshold: log A of the mean number of measured steps between false alarms of this detector.
-        words: for the likely causes.
-        sizes: effects below which a finding is a note.
-        scores: at the newest step, the largest of the ranks' scores and those of ``at_once``.
-        notes: at the newest step, changes that rows may have caused.
-    """
+    """Follow the ranks of one run."""
 
     def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH, sizes: EffectsConfig | None = None):
         self.scores: tuple[Score, ...] = ()

@@ -28,15 +28,7 @@ RECENT = 64  # steps whose weights are averaged
 
 
 class OwnWeightTest(Detector):
-    """Follow the ranks of one run, once they know their own weights.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms of this detector.
-        words: for the remedy.
-
-    Attributes:
-        scores: the largest score of the newest step.
-    """
+    """Follow the ranks of one run, once they know their own weights."""
 
     key = "own_weight"
 

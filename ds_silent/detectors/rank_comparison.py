@@ -20,12 +20,6 @@ NOTED_AGAIN = 256
 class RankComparison(Detector):
     """Report of each rank its whole gradient or a layer, whichever was found first.
 
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms of each of the two.
-        words: for the likely causes.
-        sizes: below which a finding is a note.
-        alike: whether ranks can be compared at all.
-
     Attributes:
         outlier, layers: the two tests; None until the number of ranks is known.
     """

@@ -35,11 +35,7 @@ _REPEATED = (
 
 
 class ReductionErrors(Detector):
-    """Report what is wrong with a step's aggregate, and with what an optimizer applied.
-
-    Args:
-        words: the framework's, for the remedies.
-    """
+    """Report what is wrong with a step's aggregate, and with what an optimizer applied."""
 
     def __init__(self, words: Words = TORCH):
         self._words = words

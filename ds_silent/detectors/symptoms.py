@@ -79,7 +79,9 @@ class Recent:
         past, past_peers = self._directions(older, rank, peers)
         healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
         noise = _cosine_noise(healthy, peers)
-        counts = {index: _count(newer[:, index], rank, peers) for index in (_ROWS, _TOKENS, _MICRO)}
+        counts: dict[str, Any] = {}
+        for name, index in (("rows", _ROWS), ("label_tokens", _TOKENS), ("micro_batches", _MICRO)):
+            counts[name], counts[f"peers_{name}"] = _count(newer[:, index], rank, peers)
         return Symptoms(
             loss=loss,
             norm=norm,
@@ -87,12 +89,7 @@ class Recent:
             peers_cosine=peers_cosine,
             past_cosine=past,
             past_peers_cosine=past_peers,
-            rows=counts[_ROWS][0],
-            peers_rows=counts[_ROWS][1],
-            label_tokens=counts[_TOKENS][0],
-            peers_label_tokens=counts[_TOKENS][1],
-            micro_batches=counts[_MICRO][0],
-            peers_micro_batches=counts[_MICRO][1],
+            **counts,
             ranks=self._ranks,
             loss_noise=loss_noise,
             norm_noise=norm_noise,

@@ -30,15 +30,7 @@ class _Past:
 
 
 class AppliedChecker:
-    """Keep the measurement before, whose optimizer the next observation tells of.
-
-    Args:
-        layout: of the exchange.
-        arithmetic: of the reduction.
-        clip: largest norm of the applied gradient; 0 is none.
-        log_rate: minus the natural logarithm of the rate of false alarms per measured step.
-        whole_norm: of a step, of the whole model's gradient, where this group holds a part of it; None: not known.
-    """
+    """Keep the measurement before, whose optimizer the next observation tells of."""
 
     def __init__(
         self,

@@ -59,7 +59,6 @@ class DealFollower:
 
         Args:
             words: (N,) hash from each rank.
-            deal: what this rank's sampler says.
             samples: rows that all ranks have taken, with this step's ``step_rows``.
         """
         said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
@@ -198,11 +197,7 @@ class RowOwners:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         try:
             hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
             owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")

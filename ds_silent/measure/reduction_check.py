@@ -40,11 +40,8 @@ class ReductionChecker:
     """Keep the measurement before, and what is known of an error that goes on.
 
     Args:
-        layout: of the exchange.
-        arithmetic: of the reduction.
         clip: largest norm of the applied gradient; 0 is none.
         log_rate: minus the natural logarithm of the rate of false alarms per measured step.
-        layers: names.
         whole_norm: of a step, of the whole model's gradient, where this group holds a part of it; None: not known.
     """
 

@@ -79,11 +79,7 @@ class RecentRows:
         return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         try:
             packed = zlib.decompress(base64.b64decode(state["distinct"], validate=True))
             registers = np.frombuffer(packed, dtype=np.uint8).reshape(int(state["ranks"]), REGISTERS)

@@ -225,11 +225,7 @@ class RowTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         self._epoch.load_state_dict(state["epoch"])
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows

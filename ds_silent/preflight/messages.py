@@ -81,7 +81,8 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
         return f"{_failures(first)} ({ranks_of(first.odd)})."
     more = f" (and {len(found) - 1} more differ in the same way)" if len(found) > 1 else ""
     if first.item.expectation == "different":
-        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
+        shared = [(index, part) for index, part in enumerate(first.parts) if len(part) > 1][:3]
+        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, index)}" for index, part in shared)
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
     values = "; ".join(f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3]))
     if ranks > 3:
@@ -100,10 +101,6 @@ def _failures(one: ItemOutcome) -> str:
     indices = [index for index, part in enumerate(one.parts) if part[0] in odd]
     shown = [_shown(one, index) for index in indices[:3]]
     return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
-
-
-def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
-    return [(index, part) for index, part in enumerate(one.parts) if len(part) > 1][:3]
 
 
 def _shown(one: ItemOutcome, index: int) -> str:

@@ -12,6 +12,7 @@ have its own. So are names that speak of a rank.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -164,6 +165,12 @@ def _by_layer(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 def groups_of(optimizers: Iterable[Any]) -> list[Sequence[Tensor]]:
     """The parameters in each group of torch's optimizers."""
     return [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+
+
+def joined(values: Sequence[Any]) -> str:
+    """The one value of a hyper-parameter where all groups agree, else all of them; as JSON."""
+    texts = [json.dumps(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
 
 
 def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> Holdings:

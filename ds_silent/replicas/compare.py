@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -106,17 +104,15 @@ def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: Coll
     asked = torch.stack([whole, *values[single], *([combined(values[rest])] if rest else [])])
     columns = gathered(asked, group, collective).numpy().T
     groups, *parts = (parts_of_numbers(column) for column in columns)
-    right = [_of_majority(own, column) for own, column in zip(parts, columns[1:], strict=True)]
+    right = [
+        int(column[healthy[0]]) if (healthy := majority(own)) else None
+        for own, column in zip(parts, columns[1:], strict=True)
+    ]
     if rest:
         healthy = majority(parts[-1])
         right[-1:] = _told_by(healthy[0], values[rest], group, collective) if healthy else [None] * len(rest)
         parts[-1:] = [parts[-1]] * len(rest)
     return Comparison(groups, tuple(apart), tuple(parts), tuple(right))
-
-
-def _of_majority(parts: Parts, column: npt.NDArray[np.int64]) -> int | None:
-    healthy = majority(parts)
-    return int(column[healthy[0]]) if healthy else None
 
 
 def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall) -> list[int | None]:
