@@ -25,11 +25,7 @@ from ds_silent.rules.language_models import shifts_labels
 
 
 class Forwards:
-    """Collect rows and losses until they are sent. A loss that a backward begins with counts before a forward's.
-
-    Args:
-        module: one forward of it is a micro-batch.
-    """
+    """Collect rows and losses of a module's forwards. A loss that a backward begins with counts before a forward's."""
 
     def __init__(
         self,

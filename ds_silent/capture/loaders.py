@@ -190,11 +190,7 @@ class LoaderWatch(_Watch):
 
 
 class LoaderMemory(_Watch):
-    """Remember from now on which iterator of a loader was advanced last, for a watch that connects later.
-
-    Attributes:
-        newest: None before the first, and once it is gone.
-    """
+    """Remember which iterator of a loader was advanced last, for a watch that connects later."""
 
     def __init__(self) -> None:
         self._newest: weakref.ref[Any] | None = None

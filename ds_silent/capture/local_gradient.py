@@ -215,11 +215,7 @@ class LocalGradient:
 
 
 class KeptMicroBatches:
-    """Keep a sketch of each micro-batch of one step, where it is asked for; every rank asks at the same step.
-
-    Attributes:
-        keeping: whether they are kept in the step under way; the same on every rank, whatever breaks on one.
-    """
+    """Keep a sketch of each micro-batch of a step, where it is asked for: ``keeping``, the same on every rank."""
 
     def __init__(self, new_accumulator: Callable[[], Accumulator]):
         self.keeping = self._asked = False

@@ -106,11 +106,7 @@ _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
 
 class SettingsCheck:
-    """Hold what all ranks know of each other's settings.
-
-    Attributes:
-        differing: what differs between the ranks at the step that was read last, the same on every rank.
-    """
+    """Hold what all ranks know of each other's settings; ``differing``: at the step that was read last."""
 
     def __init__(self, local: LocalSettings, words: Words):
         self.local, self._words = local, words

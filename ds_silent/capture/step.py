@@ -52,21 +52,13 @@ from ds_silent.rules.every import rules_of
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is done in one step, the same on every rank.
+    """What is done in one step, the same on every rank."""
 
-    Attributes:
-        step: as all ranks count it; what communicates is timed by it.
-        measures: whether it is measured.
-        exact: whether the local gradients are exchanged piece by piece, too.
-        sends: whether an observation is sent: of each measured step, and of the first.
-        traces: whether it gets a line of the trace.
-    """
-
-    step: int
-    measures: bool = False
-    exact: bool = False
-    sends: bool = False
-    traces: bool = False
+    step: int  # as all ranks count it; what communicates is timed by it
+    measures: bool = False  # it is measured
+    exact: bool = False  # the local gradients are exchanged piece by piece, too
+    sends: bool = False  # an observation is sent: of each measured step, and of the first
+    traces: bool = False  # it gets a line of the trace
 
 
 class StepMoments:
@@ -223,13 +215,7 @@ class StepMoments:
 
 
 class StepCapture:
-    """What a step is observed with, and the observation that is made of it.
-
-    Attributes:
-        layer_names: of the layers that parameters are grouped by.
-        shape: what the sizes of an observation follow from.
-        kept: sketches of single micro-batches, where they are asked for.
-    """
+    """What a step is observed with, and the observation that is made of it; ``shape``: what its sizes follow from."""
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework

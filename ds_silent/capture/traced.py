@@ -105,7 +105,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class WeightSamples:
-    """A few elements of every weight in use, as a step's update finds them.
+    """A few elements of every weight in use, as a step's update finds them; ``counts``: of each parameter.
 
         samples.values()            # fp32 (samples.count + 1,): this rank's part; the ranks' parts add up
         samples.whole(added_up)     # the samples; None where a part of them is not known
@@ -113,9 +113,6 @@ class WeightSamples:
     Which elements follows from the whole tensor alone, so any sharding gives the same numbers. Where every rank holds
     all weights, the first one answers. The last number counts how many elements were known: where a shard lies on a
     disk, or is held twice, the sum of the counts says so.
-
-    Attributes:
-        counts: samples of each parameter; ``count``: of all.
     """
 
     def __init__(self, framework: Framework):

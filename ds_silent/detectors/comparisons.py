@@ -150,11 +150,7 @@ class AgainstOthers(_Comparison):
         super().__init__(TOKENS_SIZE + 1, ranks, cap)
 
     def step(self, step: int, columns: Array, healthy: Flags, random: bool = True) -> None:
-        """Add the evidence of one step: (4, N), NaN where not known.
-
-        Args:
-            random: rows are dealt at random; else sizes are not compared.
-        """
+        """Add the evidence of one step: (4, N), NaN where not known. Sizes are compared if rows are dealt at random."""
         residuals = [
             explained.residual(columns[row], _covariates(columns, row), healthy)
             for row, explained in enumerate(self._explained)

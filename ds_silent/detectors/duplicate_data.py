@@ -201,11 +201,7 @@ def by_ids(record: StepRecord, extras: Evidence, before: set[Pair]) -> list[Find
 def shared_findings(
     record: StepRecord, pairs: Collection[Pair], said: Callable[[list[Pair]], tuple[float, str]]
 ) -> list[Finding]:
-    """Return a finding for each group of ranks with the same rows; one for all beyond ``MAX_GROUPS`` groups.
-
-    Args:
-        said: of the pairs in a group, the largest share of a rank's rows, and what is said of it.
-    """
+    """Return one finding per group of ranks with the same rows; of more than ``MAX_GROUPS`` groups one for all."""
     found = groups(pairs)
     place = {rank: number for number, group in enumerate(found) for rank in group}
     inside: list[list[Pair]] = [[] for _ in found]

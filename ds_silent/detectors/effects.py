@@ -52,23 +52,14 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class EffectContext:
-    """What is known besides the symptoms.
+    """What is known besides the symptoms; None: not known."""
 
-    Attributes:
-        random: rows are dealt at random and anew.
-        own_past: the symptoms are against the rank's own past, too.
-        above_highest: the rank's loss over the highest that any other rank has had; None where not known.
-        first_loss: log of the rank's first losses over the highest of the others', less UNLIKE times the others' range.
-        sudden: the change was found soon after it began.
-        norm_beyond: how far its norm is outside of what it has been, against the others' (logarithm); None: not known.
-    """
-
-    random: bool
-    own_past: bool = False
-    above_highest: float | None = None
-    first_loss: float | None = None
-    sudden: bool = True
-    norm_beyond: float | None = None
+    random: bool  # rows are dealt at random and anew
+    own_past: bool = False  # the symptoms are against the rank's own past, too
+    above_highest: float | None = None  # the rank's loss over the highest that any other rank has had
+    first_loss: float | None = None  # log of its first ones over the others' highest, less UNLIKE times their range
+    sudden: bool = True  # the change was found soon after it began
+    norm_beyond: float | None = None  # how far its norm is outside of what it has been, against the others' (logarithm)
 
 
 @dataclass(frozen=True)
@@ -83,11 +74,7 @@ class Effect:
 
 
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
-    """Return the effect that a rank's symptoms show.
-
-    Args:
-        where: the statistic that was found to differ: ``loss``, ``gradient norm`` or ``gradient direction``.
-    """
+    """Return the effect that a rank's symptoms show; ``where``: the statistic that was found to differ."""
     size = _size(seen, where)
     large = (
         _log(seen.loss) >= math.log1p(sizes.loss)
@@ -188,11 +175,7 @@ class Flag:
 
 
 class Weigher:
-    """Remember what the ranks of one run sent, and weigh those that are flagged.
-
-    Attributes:
-        recent: the newest steps.
-    """
+    """Remember what the ranks of one run sent, the newest steps whole, and weigh those that are flagged."""
 
     def __init__(self, ranks: int, words: Words, sizes: EffectsConfig):
         self.recent = Recent(ranks)

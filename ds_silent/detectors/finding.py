@@ -84,11 +84,7 @@ class Detector(Stored):
     notes: tuple[Event, ...] = ()
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        """Return what is wrong at this step.
-
-        Args:
-            before: what the detectors before this one have found at this step.
-        """
+        """Return what is wrong at this step; ``before``: what the detectors before this one have found at it."""
         raise NotImplementedError
 
     def save(self) -> dict[str, Any]:

@@ -174,7 +174,8 @@ class LayerEvidence:
             up = np.stack([quarter, whole, four])
             down = 1.0 / up
             gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
-            total += self._sums(gain, peers[:, part])
+            own = peers[:, part]
+            total += gain.sum(axis=2) if own.all() else np.einsum("csr,sr->cs", gain, own.astype(float))
         if slack is not None:  # off every bet
             bet = np.exp(-slack / 4.0)
             less = np.stack([bet, bet**4, bet**16])
@@ -207,10 +208,6 @@ class LayerEvidence:
         np.minimum(grown, MOST, out=grown)
         evidence[...] = grown if known.all() else np.where(known, grown, evidence)
         self.of_series[:, part] = np.einsum("c,csr->sr", _WEIGHTS, evidence)
-
-    @staticmethod
-    def _sums(tilted: Array, peers: Flags) -> Array:
-        return np.asarray(tilted.sum(axis=2) if peers.all() else np.einsum("csr,sr->cs", tilted, peers.astype(float)))
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
         assert self._spreads is not None

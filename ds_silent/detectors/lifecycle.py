@@ -156,11 +156,7 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
 
 
 class Episodes:
-    """Follow the faults that are open.
-
-    Args:
-        rate: stated false alarms per million steps, for the odds of events that chance may raise.
-    """
+    """Follow the faults that are open; ``rate``: stated false alarms per million steps, for the odds of events."""
 
     def __init__(self, rate: float = 1.0) -> None:
         self._rate = rate

@@ -53,11 +53,7 @@ _ROUNDING = 1e-9  # of a score at the cap of a single rate, which is an alarm
 
 
 class RepeatTest(Detector):
-    """Follow each rank's own repeats.
-
-    Attributes:
-        attributed: repeats of the newest step by ranks that these speak against.
-    """
+    """Follow each rank's own repeats; ``attributed``: those of the newest step by ranks that these speak against."""
 
     key = "repeats"
     stored = ("evidence", "lately", "since")

@@ -257,11 +257,7 @@ def _column(values: Sequence[float] | None, ranks: int) -> Array:
 
 
 def message_of(rank: int, flag: Flag, random: bool) -> str:
-    """Return a flagged rank's sentences.
-
-    Args:
-        random: whether rows are dealt at random.
-    """
+    """Return a flagged rank's sentences; ``random``: whether rows are dealt at random."""
     ranks, since = tuple(flag.ranks), flag.since
     if len(ranks) == 2 and (flag.severity != "info" or random):
         when = flag.when or f"since about step {since}"

@@ -57,11 +57,7 @@ class RankComparison(Detector):
         return self.outlier, self.layers
 
     def _one_of_each(self, whole: list[Finding], layers: list[Finding], untrained: set[int]) -> list[Finding]:
-        """Return one finding per rank, and all notes.
-
-        Args:
-            untrained: ranks some of whose parameters have no gradient; that is said already.
-        """
+        """Return one finding per rank, and all notes; of ``untrained`` ranks a missing gradient is reported."""
         notes = [finding for finding in whole if finding.severity == "info"]
         outliers = [finding for finding in whole if finding.severity != "info"]
         by_whole = {rank for finding in outliers for rank in finding.ranks}

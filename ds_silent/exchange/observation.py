@@ -238,6 +238,11 @@ class Gathered:
         """What there is of each rank's direction."""
         return self.directions if isinstance(self.directions, EachRank) else None
 
+    @property
+    def sums(self) -> Sums | None:
+        """What there is of all ranks' directions together, where they stay with the ranks."""
+        return self.directions if isinstance(self.directions, Sums) else None
+
 
 _KINDS: tuple[Any, ...] = (Status, Wishes, Loss, Local, Reduced, Applied, Code, Objective)
 GROUPS: dict[str, Any] = {kind.__name__.lower(): kind for kind in _KINDS}

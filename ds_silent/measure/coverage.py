@@ -167,11 +167,7 @@ class EpochCoverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the capacity that it was made with.
-
-        Raises:
-            ValueError: it is damaged; nothing has changed then.
-        """
+        """Continue from :meth:`state_dict`, with its capacity; a damaged one raises ValueError and changes nothing."""
         try:
             capacity, level, visits, rows = (int(state[key]) for key in ("capacity", "level", "visits", "rows"))
             known = int(state.get("known", visits))  # older versions had no samples

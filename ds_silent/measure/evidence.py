@@ -146,17 +146,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class OwnPasses:
-    """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent.
+    """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent."""
 
-    Attributes:
-        window: rows since the last measured step, and in the one before.
-        distinct: different rows so far, about.
-        again: of the rows that had come before, whichever rank's, the share that the same rank had taken then.
-    """
-
-    window: tuple[int, ...]
-    distinct: tuple[float, ...]
-    again: float | None = None
+    window: tuple[int, ...]  # rows since the last measured step, and in the one before
+    distinct: tuple[float, ...]  # different rows so far, about
+    again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import Gathered, Sums, on_all
+from ds_silent.exchange.observation import Gathered, on_all
 from ds_silent.maths.causes import Cause, OwnWeights, Pieces, explain, own_weights
 from ds_silent.maths.micro_batches import MicroBatches, explain_micro_batches
 from ds_silent.maths.rounding_bound import (
@@ -101,7 +101,7 @@ class ReductionChecker:
             layers=self._layers,
             repeated=repeated,
             micro_batches=micro_batches,
-            result=self._arithmetic.result(len(gathered.status.failed)),
+            result=self._arithmetic.result(gathered.ranks),
             own=None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
@@ -132,11 +132,9 @@ class ReductionChecker:
             sketches = gathered.each.sketches
             squared = float(sketches.square().sum()) / len(sketches)
             return terms_of(sketches, self._arithmetic.total), squared
-        sums = gathered.directions
-        assert isinstance(sums, Sums)
+        assert gathered.sums is not None
         squared = float(gathered.local.sketch_squared.mean())
-        ranks = len(gathered.status.failed)
-        return terms_of_sums(sums.mean, squared, ranks, self._arithmetic.total), squared
+        return terms_of_sums(gathered.sums.mean, squared, gathered.ranks, self._arithmetic.total), squared
 
     def _cause(self, gathered: Gathered, whole: Terms, check: AggregateCheck, spread: float) -> Cause | None:
         if gathered.layer_aggregate is None:
@@ -161,9 +159,8 @@ class ReductionChecker:
 
     def _cause_by_sums(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
         """Above the gather limit: all ranks together are one, and each knows its own weight."""
-        sums = gathered.directions
-        assert isinstance(sums, Sums)
-        if sums.layers is None or sums.layer_aggregate is None:
+        sums = gathered.sums
+        if sums is None or sums.layers is None or sums.layer_aggregate is None:
             return None
         ranks, total = gathered.ranks, self._arithmetic.total
         squares = gathered.layer_squares.mean(0)
@@ -183,16 +180,13 @@ class ReductionChecker:
 
     def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
         """Return what the ranks have found of their own weights, above the gather limit."""
-        sums = gathered.directions
-        late = sums.late if isinstance(sums, Sums) else None
-        if not isinstance(sums, Sums) or late is None or late.weights is None:
+        sums = gathered.sums
+        if sums is None or sums.late is None or sums.late.weights is None:
             return None
-        squares, total = gathered.layer_squares, self._arithmetic.total
+        weights, squares, total = sums.late.weights, gathered.layer_squares, self._arithmetic.total
         expected = sums.mean * total
         error = gathered.aggregate - expected
-        return own_weights(
-            late.weights.found, late.weights.own_squared, squares, error, expected, total, self._log_rate
-        )
+        return own_weights(weights.found, weights.own_squared, squares, error, expected, total, self._log_rate)
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 

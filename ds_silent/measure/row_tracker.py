@@ -47,11 +47,7 @@ WALK_UNKNOWN = Walk()
 
 
 class RowTracker:
-    """Follow the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
-
-    Attributes:
-        deal: how rows come to the ranks.
-    """
+    """Follow the rows of the current epoch over all ranks, in constant memory; ``deal``: how they come to the ranks."""
 
     def __init__(self) -> None:
         self.deal = DealFollower()
@@ -122,7 +118,7 @@ class RowTracker:
             own_rows=tuple(sent.counts.tolist()),
             own_repeats=repeats,
             passes=passes,
-            rows_taken=sent.rows,
+            rows_taken=tuple(sent.taken.tolist()),
             rows_sampled=rate,
             same_order=order,
         )
@@ -184,15 +180,11 @@ class RowTracker:
             place, begins = end, True
 
     def _begins(self, rows: Ids, step_rows: int, rows_in_epoch: int | None, walk: Walk) -> bool:
-        """Tell whether a new epoch begins with the pass of a loader that has just begun.
+        """Tell whether a new epoch begins with ``rows``, the first ones of the pass of a loader that has just begun.
 
         A script that resumes within an epoch makes its loader anew for the rest, so a pass is known by its rows: the
         rest continues the epoch. The epoch's first rows again are trained twice, unless no whole step of it was left,
         or this run breaks off its passes anyway.
-
-        Args:
-            rows: the first ones of the pass.
-            step_rows: of all ranks.
         """
         visits, known = self._epoch.visits, rows_in_epoch is not None and not self._partial
         over = not known or visits - self._before_anew + step_rows > (rows_in_epoch or 0)

@@ -81,7 +81,6 @@ def local_items(
     """Everything that is compared, of this rank. Waits for the device once, for the hashes of the weights.
 
     Args:
-        training: before its first step.
         sampler: None when nobody knows; then free.
         before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
         ranks: data-parallel ranks N, which the sampler must have shares for.

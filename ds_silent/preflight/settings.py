@@ -38,11 +38,7 @@ Holdings = tuple[tuple[str, ...], ...]
 
 
 class Numbers:
-    """The settings of a model's modules.
-
-    Attributes:
-        values: as looked at last, in parts of at most ``WINDOW``.
-    """
+    """The settings of a model's modules; ``values``: as looked at last, in parts of at most ``WINDOW``."""
 
     def __init__(self, module: nn.Module):
         self._layers, _ = layers_of([name for name, _ in module.named_parameters()])

@@ -52,20 +52,13 @@ class Comparison:
 
     If too many tensors differ to ask about each, the last ones share their ``parts``: ranks in one part hold the same
     bits of all of them.
-
-    Attributes:
-        groups: ranks whose replicas are equal.
-        apart: positions of the tensors that differ.
-        parts: for each of them, which ranks hold the same bits.
-        right: for each, the checksum that more than half of the ranks hold; None without a majority.
-        comparable: False if ranks do not even hold the same number of tensors.
     """
 
-    groups: Parts
-    apart: tuple[int, ...] = ()
-    parts: tuple[Parts, ...] = ()
-    right: tuple[int | None, ...] = ()
-    comparable: bool = True
+    groups: Parts  # ranks whose replicas are equal
+    apart: tuple[int, ...] = ()  # positions of the tensors that differ
+    parts: tuple[Parts, ...] = ()  # for each of them, which ranks hold the same bits
+    right: tuple[int | None, ...] = ()  # for each, the checksum that more than half of the ranks hold; None without
+    comparable: bool = True  # False if ranks do not even hold the same number of tensors
 
     @property
     def equal(self) -> bool:

@@ -36,8 +36,6 @@ def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: t
     A tensor without such a majority is left alone, and so is one whose bits arrive damaged: ``compare`` tells.
 
     Args:
-        items: names and tensors of this rank's replica, in the same order on every rank.
-        found: what ``compare`` has said of them.
         device: of the group's buffers; the tensors may lie elsewhere, as step counts do.
 
     Returns:
@@ -75,7 +73,6 @@ class Averaging:
 
     Args:
         tensors: of this rank's replica, in the same order on every rank. Between start and finish they may be read.
-        device: of the group's buffers.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device):
@@ -124,11 +121,7 @@ class Averaging:
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
-    """The mean over the ranks, bucket by bucket, so that the memory is bounded by one bucket. A collective.
-
-    Returns:
-        bytes that went into the reductions, and repetitions that were needed.
-    """
+    """The mean over the ranks, bucket by bucket, in one bucket's memory: bytes that were reduced, repetitions."""
     sent = repeated = 0
     for bucket in _buckets(tensors):
         averaging = Averaging(bucket, group, device).start()

@@ -23,14 +23,14 @@ def test_64_bits_survive_fp32() -> None:
     assert packed.shape == (49,)
     step = unpack_ids(packed[None].double())
     assert step.values.tolist() == EXTREMES
-    assert step.rows == (len(EXTREMES),)
+    assert step.taken.tolist() == [len(EXTREMES)]
     assert step.complete
 
 
 def test_what_did_not_fit_is_seen() -> None:
     step = unpack_ids(torch.stack([pack_ids(torch.arange(5), 4), pack_ids(torch.arange(4), 4), torch.zeros(13)]))
     assert [step.values[step.owners == rank].tolist() for rank in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
-    assert step.rows == (5, 4, 0)
+    assert step.taken.tolist() == [5, 4, 0]
     assert not step.complete
 
 
@@ -40,7 +40,7 @@ def test_what_is_no_id_is_no_row(place: int, value: float) -> None:
     bad = good.clone()
     bad[place] = value
     step = unpack_ids(torch.stack([bad, good]))
-    assert step.rows == (-1, 4)
+    assert step.taken.tolist() == [-1, 4]
     assert 0 not in step.owners
     assert not step.complete
 
