@@ -49,21 +49,17 @@ class RowIds:
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
         ranks: N, on which it depends whether all rows are sent or a sample.
-
-    Attributes:
-        sampling: which rows are sent.
-        starts: places in what was taken last at which a loader had begun anew.
-        told: whether all of it were ids that the script has told.
     """
 
     def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
-        self.sampling = sampling_of(ranks, capacity)
+        self.sampling = sampling_of(ranks, capacity)  # which rows are sent
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._sent_next: list[_MicroBatch] = []
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
         self._begins = False  # the next micro-batch is the first of a pass over the data
-        self.starts: tuple[int, ...] = ()
-        self.told = self._warned = False
+        self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
+        self.told = False  # all of that were ids that the script has told
+        self._warned = False
         self._label_tokens: Tensor | None = None
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come

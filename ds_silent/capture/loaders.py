@@ -106,17 +106,11 @@ class _Watch:
 
 
 class LoaderWatch(_Watch):
-    """Follow the loader that feeds one training, on this rank.
-
-    Attributes:
-        facts: of the loader's data.
-        seen: whether there is such a loader; not where several take turns.
-        given: a loader or sampler that the script has named, which is asked where none is seen.
-    """
+    """Follow the loader that feeds one training, on this rank."""
 
     def __init__(self, ranks: int):
-        self.facts, self.seen = DataFacts(), False
-        self.given: Any = None
+        self.facts, self.seen = DataFacts(), False  # of its data; whether there is one: not where several take turns
+        self.given: Any = None  # a loader or sampler that the script has named, which is asked where none is seen
         self._ranks = ranks
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
         self._begun = 0  # passes so far, evaluation's too

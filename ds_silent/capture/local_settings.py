@@ -78,15 +78,8 @@ class LocalSettings:
     """Follow one rank's settings.
 
     Args:
-        module: the model.
         optimizers: the torch optimizers that step, read anew each time.
         framework: knows which gradients are reduced and which parameters optimizers hold; None if nothing does.
-
-    Attributes:
-        draws: None until the first training forward has ended; then a hash of the states of the generators that it
-            drew from, 0 if it drew from none.
-        autocast: of this rank's forwards.
-        objective: what this rank's backwards begin with.
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], framework: Framework | None = None):
@@ -104,8 +97,8 @@ class LocalSettings:
         self._modes = self._trainable = b""
         self._looks: dict[int, _Look] = {}
         self._hashes: dict[str, tuple[Any, float]] = {}  # the newest value of each, and its hash
-        self.draws: float | None = None
-        self.objective = LocalObjective()
+        self.draws: float | None = None  # hash of the generators that the first training forward drew from; 0: of none
+        self.objective = LocalObjective()  # what this rank's backwards begin with
         self._state: tuple[bytes, ...] = ()
 
     def ignore_untrained(self) -> None:
@@ -250,9 +243,8 @@ def _listed(values: Sequence[Tensor]) -> str:
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
-_TRACES = (
-    "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): torch.compile calls it, also from its compiled code
-)
+_TRACES = "_enter_autocast"
+"""Of torch.amp.autocast_mode (2.4 to 2.13): torch.compile calls it, also from its compiled code."""
 
 
 class Autocast:

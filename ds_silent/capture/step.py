@@ -66,14 +66,6 @@ class StepMoments:
 
     Args:
         keep: keeps the local gradient, where a wrong reduction is to be repeated.
-
-    Attributes:
-        plan: of the step under way.
-        came: whether a gradient has come, or a reduction has begun, since the last step.
-        last_applied: what the optimizer used in the last measured step.
-        unpublished: the step under way gets no record, with which what is applied could be compared.
-        scale: the factor on the step's gradients, as the gradient of its loss says it.
-        gram: this rank's part of the exact inner products.
     """
 
     def __init__(
@@ -88,15 +80,17 @@ class StepMoments:
     ):
         self._framework, self._guard, self._local, self._settings = framework, guard, local, settings
         self.aggregate, self.forwards, self._keep = aggregate, forwards, keep
-        self.plan = StepPlan(framework.step)
-        self.last_applied: Applied[float | Tensor] = Applied()
+        self.plan = StepPlan(framework.step)  # of the step under way
+        self.last_applied: Applied[float | Tensor] = Applied()  # of the last measured step
         self._start_step()
 
     def _start_step(self) -> None:
-        self.came = self._reducing = self._applied = self.unpublished = False
+        self.came = False  # a gradient has come, or a reduction has begun
+        self.unpublished = False  # the step gets no record, with which what is applied could be compared
+        self._reducing = self._applied = False
         self._settings.objective.start()
-        self.scale: Tensor | None = None
-        self.gram: Tensor | None = None
+        self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
+        self.gram: Tensor | None = None  # this rank's part of the exact inner products
 
     def begins(self, stored: Callable[[], Iterable[tuple[int, Tensor]]]) -> None:
         """Take out what gradients hold before a step's first micro-batch, where its own gradient is not hooked."""

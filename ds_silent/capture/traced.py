@@ -27,18 +27,12 @@ _Place = tuple[int, int, int, torch.device]
 
 
 class TraceCapture:
-    """See the module docstring.
-
-    Attributes:
-        samples: of the weights.
-        order: of the first forward.
-        rates: of each parameter group in the step that was observed last; None where one lies on a device.
-    """
+    """See the module docstring."""
 
     def __init__(self, framework: Framework, guard: CollectiveGuard, rows: RowIds):
         self._framework, self._rows = framework, rows
         self.samples, self.order = WeightSamples(framework), ForwardOrder(framework, guard)
-        self.rates: tuple[float | None, ...] = ()
+        self.rates: tuple[float | None, ...] = ()  # of each parameter group; None where one lies on a device
         framework.patches.also(self.order.end)
 
     def observed(self, due: bool) -> dict[str, Any]:

@@ -49,17 +49,10 @@ _WEIGHTS = np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN))
 
 
 class LayerEvidence:
-    """The evidence against each rank of one run.
-
-    Attributes:
-        series: S + 1, those of the layers and last the label tokens; 0 before :meth:`start`.
-        evidence: (C, S + 1, N) M.
-        of_series: (S + 1, N) weighted mean of M over the tilts.
-        gain: (C, S + 1, N) L of the newest step.
-    """
+    """The evidence against each rank of one run."""
 
     def __init__(self, ranks: int):
-        self.ranks, self.series = ranks, 0
+        self.ranks, self.series = ranks, 0  # S + 1, those of the layers and last the label tokens
         self._of_tokens: Array = np.ones((ranks, len(_WEIGHTS)))  # CUSUM, at least 1
         self._spreads: Array | None = None
         self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
@@ -68,8 +61,8 @@ class LayerEvidence:
         """Begin without evidence; the scales of as many series stay."""
         shape = (len(_WEIGHTS), series, self.ranks)
         self.series = series
-        self.evidence, self.gain = np.zeros(shape), np.ones(shape)
-        self.of_series = np.zeros(shape[1:])
+        self.evidence, self.gain = np.zeros(shape), np.ones(shape)  # (C, S + 1, N): M, and L of the newest step
+        self.of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
         self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))
         self._cusum = np.ones((2, *shape[1:]))  # of the middle tilt, up and down: for the onset
         self._since = np.zeros((2, *shape[1:]), dtype=np.int64)

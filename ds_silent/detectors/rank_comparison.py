@@ -18,15 +18,11 @@ NOTED_AGAIN = 256
 
 
 class RankComparison(Detector):
-    """Report of each rank its whole gradient or a layer, whichever was found first.
-
-    Attributes:
-        outlier, layers: the two tests; None until the number of ranks is known.
-    """
+    """Report of each rank its whole gradient or a layer, whichever was found first."""
 
     def __init__(self, log_threshold: float, words: Words, sizes: EffectsConfig, alike: bool = True):
         self._log_threshold, self._words, self._sizes, self._alike = log_threshold, words, sizes, alike
-        self.outlier: OutlierTest | None = None
+        self.outlier: OutlierTest | None = None  # both: until the number of ranks is known
         self.layers: LayerTest | None = None
         self._noted: dict[int, int] = {}  # when a rank's rows were last noted
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient

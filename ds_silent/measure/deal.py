@@ -39,20 +39,14 @@ _ALWAYS, _MOSTLY = 0.99, 0.75
 
 
 class DealFollower:
-    """Follow the deal, on the writing rank.
-
-    Attributes:
-        newest: the deal as known at the newest step.
-        declared: the deal as the user states it, which stands; None: not stated.
-        rows: which rank took which row.
-    """
+    """Follow the deal, on the writing rank."""
 
     def __init__(self) -> None:
-        self.newest = DataDealt()
-        self.declared: DataDealt | None = None
+        self.newest = DataDealt()  # as known at the newest step
+        self.declared: DataDealt | None = None  # as the user states it, which stands
         self._word = 0.0  # of all samplers; ``_since``: rows taken when it came
         self._since = 0
-        self.rows = RowOwners()
+        self.rows = RowOwners()  # which rank took which row
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
         """Take in one measured step.
@@ -127,11 +121,6 @@ class RowOwners:
     before, with r = 1/N and q = r + (1 - r) IN_BLOCKS, the evidence for a random deal is (r/q)^x ((1-r)/(1-q))^(M-x):
     under any deal with a share of at least q its expectation is at most 1. The evidence that rows stay with their
     rank, or go from rank to rank in blocks, is (0.99/0.75)^x (0.01/0.25)^(M-x), of rows or of pairs.
-
-    Attributes:
-        random, own, blocks: the evidence for each.
-        own_again: among the newest observation's rows that came before, the share that the same rank had taken; None
-            without such rows.
     """
 
     def __init__(self) -> None:
@@ -139,7 +128,7 @@ class RowOwners:
 
     def _start(self, ranks: int) -> None:
         self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
-        self.own_again: float | None = None
+        self.own_again: float | None = None  # share of the newest rows that came before, which the same rank had taken
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here

@@ -205,13 +205,7 @@ REMEMBERED = 10
 
 
 class ReplicaChecks:
-    """Decide when this rank compares its replica.
-
-    Attributes:
-        due: compare next time, whatever the interval says; the same on every rank.
-        wanted: this rank wants all to compare.
-        after_updates: a response compares after updates; observations do not.
-    """
+    """Decide when this rank compares its replica."""
 
     def __init__(
         self,
@@ -221,8 +215,9 @@ class ReplicaChecks:
         after_updates: bool,
     ):
         parameters, others = replicated
-        self.due = self.wanted = False
-        self.after_updates = after_updates
+        self.due = False  # compare next time, whatever the interval says; the same on every rank
+        self.wanted = False  # this rank wants all to compare
+        self.after_updates = after_updates  # a response compares then; observations do not
         self._every, self._interval, self._group = config.integrity.replica_interval, config.interval, group
         compares = bool(self._every and parameters)
         self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None
