@@ -26,8 +26,7 @@ from ds_silent.distributed.agreement import Statement, differences
 from ds_silent.distributed.parts import parts_of
 from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.observation import BROKE
-from ds_silent.maths.causes import Cause, Kind
-from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.causes import Cause, Kind, MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Coverage, Evidence, OrderAgain, ReductionEvidence
 from ds_silent.observing.lockstep import elsewhere_event, out_of_sync_event, stop_event

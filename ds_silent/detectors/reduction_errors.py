@@ -14,8 +14,7 @@ from dataclasses import replace
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
-from ds_silent.maths.causes import Cause
-from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.causes import Cause, MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Score, StepRecord

@@ -28,7 +28,7 @@ from ds_silent.exchange.observation import (
     on_all,
 )
 from ds_silent.exchange.row_ids import ROW_NUMBERS
-from ds_silent.maths.micro_batches import LARGEST
+from ds_silent.maths.causes import LARGEST
 from ds_silent.maths.mixing import WORDS, words_of
 from ds_silent.maths.sketch import fold
 

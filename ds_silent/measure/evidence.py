@@ -17,8 +17,7 @@ from ds_silent.capture.loss_graph import Constants
 from ds_silent.capture.untrained import Unlike
 from ds_silent.distributed.parts import Parts
 from ds_silent.framework import Promise
-from ds_silent.maths.causes import Cause, OwnWeights
-from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.records import Dealt, Repair, Severity
 from ds_silent.replicas.compare import Drift

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.capture.batch_rows import RowIds, as_ids
-from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.capture.batch_rows import RowIds, as_ids, row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_silent.capture.row_hashes import batch_tensors, row_hashes
+from ds_silent.capture.batch_rows import batch_tensors, row_hashes
 from ds_silent.exchange.row_ids import ROW_NUMBERS, all_rows, hash_rows, pack_ids, unpack_ids
 from tests.support.distributed import run_distributed
 
@@ -113,7 +113,7 @@ def test_which_tensor_holds_what_counts() -> None:
 def test_large_rows_are_hashed_in_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     images, mask = torch.randn(3, 10, 7), torch.ones(3, 10)
     whole = row_hashes([images, images[:, :, 0]], mask)
-    monkeypatch.setattr("ds_silent.capture.row_hashes._HASH_BLOCK", 12)
+    monkeypatch.setattr("ds_silent.capture.batch_rows._HASH_BLOCK", 12)
     assert torch.equal(row_hashes([images, images[:, :, 0]], mask), whole)
 
 
