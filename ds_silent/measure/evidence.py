@@ -78,18 +78,14 @@ def factors_alike(factors: Sequence[float], tolerance: float) -> bool:
 
 @dataclass(frozen=True)
 class ReductionCheck:
-    """The reduction of one step. None: not checked at this step, or it cannot be seen.
-
-    ``handed``: how many times the aggregate each rank's script gave to its optimizer, where they are not alike;
-    ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
-    """
+    """The reduction of one step. None: not checked at this step, or it cannot be seen."""
 
     check: AggregateCheck | None = None
     cause: Cause | None = None  # where the check failed
     received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
-    overflows: bool = False
+    overflows: bool = False  # finite fp16 gradients may add up to infinity; the loss scale answers that
     changed: bool = False  # the script has changed it since: a repetition would lose that
-    handed: tuple[float, ...] | None = None
+    handed: tuple[float, ...] | None = None  # times the aggregate that each rank's script hands on, where not alike
 
     @property
     def wrong(self) -> bool:
@@ -174,11 +170,7 @@ class LayerValues:
 
 @dataclass(frozen=True)
 class LabelWeights:
-    """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it.
-
-    ``promise``: what the wrapper says of it that the loss was handed to; ``trainer``: what the trainer does;
-    ``by_items``: its forwards were given the items of the step to divide by, so that each of its labels counts alike.
-    """
+    """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it."""
 
     totals: npt.NDArray[np.float64]  # of all labels; 1 for a mean over them
     smallest: npt.NDArray[np.float64]  # of one label
@@ -186,9 +178,9 @@ class LabelWeights:
     reductions: frozenset[float]  # of the ranks, see ds_silent.capture.loss_graph
     backwards: frozenset[int]  # numbers of them in this step
     constants: Constants
-    promise: Promise | None = None
-    trainer: Promise | None = None
-    by_items: bool = False
+    promise: Promise | None = None  # of the wrapper that the loss was handed to
+    trainer: Promise | None = None  # of the trainer
+    by_items: bool = False  # its forwards were given the items of the step to divide by: each label counts alike
     passed: float = 1.0  # what multiplies a mean beside the numbers that the graph shows; NaN: not known
     labels: int = 0  # of all ranks
     accumulation: int = 1  # micro-batches of a step, as the script says; the last window of an epoch may have fewer
