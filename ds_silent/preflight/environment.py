@@ -10,12 +10,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from ds_silent.device import kind, model_name
+from ds_silent.extras import version_of
 from ds_silent.kernels.launches import choice
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.items import Item, item_of
@@ -107,10 +107,7 @@ def _script() -> str:
 
 
 def _version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return version_of(name) or "not installed"
 
 
 def _device_model() -> str:

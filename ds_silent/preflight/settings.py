@@ -42,12 +42,9 @@ class Numbers:
 
     def __init__(self, module: nn.Module):
         self._layers, _ = layers_of([name for name, _ in module.named_parameters()])
-        self._names: list[tuple[str, str]] = []  # of module and attribute
-        dicts: list[Mapping[str, Any]] = []
-        for name, inner in module.named_modules():
-            for attribute in settings_of(inner):
-                self._names.append((name, attribute))
-                dicts.append(inner.__dict__)
+        modules = dict(module.named_modules())
+        self._names = [(name, attribute) for name, inner in modules.items() for attribute in settings_of(inner)]
+        dicts = [modules[name].__dict__ for name, _ in self._names]
         attributes = [attribute for _, attribute in self._names]
         starts = range(0, len(dicts), WINDOW)
         self._windows = [(dicts[at : at + WINDOW], attributes[at : at + WINDOW]) for at in starts]
@@ -122,11 +119,11 @@ def _shown(held: Sequence[tuple[str, str, Any]]) -> str:
         values.setdefault(attribute, {}).setdefault(value if isinstance(value, str) else repr(value), []).append(
             name or "the model"
         )
-    parts = []
-    for attribute, by_value in values.items():
-        for text, names in by_value.items():
-            where = f" in {listed(names, 1)}" if len(by_value) > 1 else ""
-            parts.append(f"{attribute} {text}{where}")
+    parts = [
+        f"{attribute} {text}" + (f" in {listed(names, 1)}" if len(by_value) > 1 else "")
+        for attribute, by_value in values.items()
+        for text, names in by_value.items()
+    ]
     return JOINT.join(parts) or "none"
 
 
