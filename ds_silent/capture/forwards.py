@@ -155,11 +155,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """0-dim fp32: what makes a forward's loss the mean over the micro-batch's own label tokens.
-
-    Args:
-        module: whose ``loss_function`` says whether its labels are shifted (transformers' do).
-    """
+    """0-dim fp32: what makes a loss the mean over the micro-batch's own label tokens, shifted as ``module`` shifts."""
     items, labels = inputs.get("num_items_in_batch"), inputs.get("shift_labels")
     if not isinstance(labels, Tensor):
         labels = inputs.get("labels")

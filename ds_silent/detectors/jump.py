@@ -133,15 +133,7 @@ class _Level:
 
 
 class JumpTest(Detector):
-    """Follow three numbers of one run.
-
-    Args:
-        rate: stated false alarms per million steps, for the odds of a note.
-
-    Attributes:
-        scores: of each number known at the newest step, the largest score of its segments; evidence is not all that a
-            note needs.
-    """
+    """Follow three numbers of one run; ``rate``: stated false alarms per million steps, for the odds of a note."""
 
     key = "drift"
 

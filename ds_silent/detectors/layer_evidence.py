@@ -76,13 +76,7 @@ class LayerEvidence:
         self._taken = 0
 
     def step(self, step: int, values: Array, healthy: Flags, slack: Array | None = None) -> None:
-        """Add the evidence of one step.
-
-        Args:
-            values: (S + 1, N); NaN where not known.
-            healthy: (N,) ranks that the others are compared with.
-            slack: (S + 1, N) shifts that health allows; None: none.
-        """
+        """Add the evidence of one step: values and slack as of ``SequentialTest.step``, (S + 1, N) each."""
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
         residuals, spreads, scales = self._residuals(np.where(known, values, 0.0), known & healthy)

@@ -97,12 +97,7 @@ class LayerTest:
         random: bool = True,
         plain: Callable[[int, int], bool] = lambda rank, since: True,
     ) -> list[Finding]:
-        """Return the findings of one step: one per flagged rank.
-
-        Args:
-            random: whether rows are known to be dealt at random.
-            plain: whether a rank's loss is since a step as it was before.
-        """
+        """Return a finding per flagged rank; ``plain``: whether a rank's loss is since a step as it was before."""
         self.scores, self.notes = (), ()
         if seen is None or len(seen.names) < 2:
             return self.standing()

@@ -60,14 +60,7 @@ SURE = 3.0  # standard errors; smaller moves of the level do not count
 
 
 class OwnPast(Stored):
-    """Follow each rank's past over one window.
-
-    Args:
-        series: S, statistics that are followed side by side.
-        ranks: N.
-        window: W, steps.
-        smallest: (S,) moves of an offset that are always allowed.
-    """
+    """Follow each rank's past over a window of W steps; ``smallest``: (S,) moves of an offset, always allowed."""
 
     stored = (
         *("mean", "drift", "square", "count"),

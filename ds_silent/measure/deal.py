@@ -49,12 +49,7 @@ class DealFollower:
         self.rows = RowOwners()  # which rank took which row
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
-        """Take in one measured step.
-
-        Args:
-            words: (N,) hash from each rank.
-            samples: rows that all ranks have taken, with this step's ``step_rows``.
-        """
+        """Take in a step: (N,) hash from each rank, this rank's deal, the rows taken so far with this step's."""
         said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
         self.newest = self.declared or (said if len(words) < 2 else self._by_rows(said, deal))
         return self.newest
