@@ -126,7 +126,7 @@ class Writer:
 def sent(layout: Layout, ranks: int) -> tuple[int, int]:
     """Bytes that a rank sends, and receives, for one measured step."""
     if layout.gathers:
-        return (4 * (ranks - 1) * (layout.scalars + layout.vectors),) * 2
+        return (4 * (ranks - 1) * sum(layout.parts),) * 2
     summed = 2 * 4 * sum(layout.sums) * (ranks - 1) // ranks
     row, block = 4 * (layout.scalars + layout.pairs), layout.block or ranks
     both = summed + (block - 1) * row

@@ -52,7 +52,7 @@ def test_sketch_norm_and_packing_stay_with_what_ascend_computes(block_rows: int,
     config = SilentConsistencyConfig.model_validate({"direction": {"sketch_size": 256, "per_layer": True}})
     made, values = accumulator(block_rows), gradients(dtype)
     layout = layout_of(config, ExchangeShape(RANKS, max(GROUPS) + 1, ids=8, micro_batches=1, aggregate_replicated=True))
-    row = torch.zeros(layout.scalars + layout.vectors)
+    row = torch.zeros(sum(layout.parts))
     with AscendLike() as device:
         for index, gradient in enumerate(values):
             made.add(index, gradient, previous=gradient)

@@ -1,7 +1,7 @@
 """Which rows this rank's micro-batches hold, from ids that the script gives or else from the model's inputs.
 
 rows = RowIds(enabled=True, capacity=64, micro_batch=4, ranks=8)
-rows.given(sample_ids); rows.forward(args, kwargs)       # per micro-batch, in this order
+rows.given(as_ids([7, 8, 9, 10])); rows.forward(args, kwargs)       # per micro-batch, in this order
 packed = rows.take(device)                               # at a measured step: everything since the last one
 
 What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`.
@@ -10,22 +10,26 @@ What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.capture.row_hashes import batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_ROWS, hash_rows, pack_rows, sampling_of
+from ds_silent.maths.mixing import GOLDEN, mixed, signed
 
 logger = logging.getLogger("ds_silent")
 _REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
+_HASH_BLOCK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MB
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
@@ -78,23 +82,19 @@ class RowIds:
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
         ranks: N, on which it depends whether all rows are sent or a sample.
-
-    Attributes:
-        sampling: which rows are sent.
-        starts: places in what was taken last at which a loader had begun anew.
-        told: whether all of it were ids that the script has told.
-        repeated: there was nothing to take, as every forward took the batch before once more.
     """
 
     def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
-        self.sampling = sampling_of(ranks, capacity)
+        self.sampling = sampling_of(ranks, capacity)  # which rows are sent
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._sent_next: list[_MicroBatch] = []
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
         self._newest, self._repeated = _Batch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
-        self.starts: tuple[int, ...] = ()
-        self.told = self.repeated = self._warned = self._again = False
+        self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
+        self.told = False  # all of that were ids that the script has told
+        self.repeated = False  # there was nothing to take, as every forward took the batch before once more
+        self._warned = self._again = False
         self._label_tokens: Tensor | None = None
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
@@ -235,3 +235,163 @@ class RowIds:
         while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
             kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
+
+
+# -- ids as scripts give them, in whatever form ------------------------------------------------------------------------
+
+
+def as_ids(given: Any) -> Tensor:
+    """Ids of a micro-batch's rows from what people have.
+
+    Args:
+        given: one integer per row: a tensor (any integer dtype and device), a numpy array, a list, a tuple, a range,
+            or anything that numpy reads as such; a single integer is a micro-batch of one row.
+
+    Returns:
+        int64 (rows,), where the ids were. Nothing waits for a device.
+
+    Raises:
+        TypeError: they are no integers (strings, floats, booleans, a mapping).
+        ValueError: there are more dimensions than one, or an id does not fit into 64 bits with a sign.
+    """
+    if isinstance(given, (list, tuple)) and any(isinstance(one, Tensor) for one in given):
+        given = _stacked(given)
+    if isinstance(given, Tensor):
+        kind, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
+        whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
+        ids = given.detach()
+        too_large = ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any())
+    else:
+        array = _array(given)
+        kind, shape = _kind(given, array), array.shape
+        whole = array.dtype.kind in "iu" or (array.size == 0 and isinstance(given, (list, tuple)))
+        numbers = given if isinstance(given, (list, tuple)) else [given]
+        if not whole and numbers and all(type(one) is int for one in numbers):  # numpy makes objects or floats of them
+            raise ValueError(f"{_TAKES}, got an integer that does not fit into 64 bits; pass a hash of it")
+        too_large = whole and bool(array.size) and int(array.max()) >= 1 << 63
+        ids = torch.from_numpy(array.astype(np.int64, copy=True)) if whole else torch.empty(0)
+    if not whole:
+        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
+    if len(shape) > 1:
+        raise ValueError(f"{_TAKES}, got {len(shape)} dimensions {tuple(shape)}; pass one id per row")
+    if too_large:
+        raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
+    return ids.to(torch.int64).reshape(-1)
+
+
+_TAKES = "observe_batch takes one integer id per row of this rank's micro-batch (a list, a numpy array or a 1-D tensor)"
+_INSTANCE = "pass the rows' places in the data set, for instance"
+
+
+def _stacked(given: Sequence[Any]) -> Tensor:
+    """A list of 0-dim tensors, as a data set without a collate function gives them."""
+    try:
+        return torch.stack([one if isinstance(one, Tensor) else torch.tensor(one) for one in given])
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{_TAKES}, got a list of tensors that are not one number each; pass integers") from None
+
+
+def _array(given: Any) -> npt.NDArray[Any]:
+    kind = _article(type(given).__name__)
+    if isinstance(given, (Mapping, set, frozenset, str, bytes)) or given is None:
+        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{_TAKES}, got {kind} of unequal parts; pass one id per row") from None
+
+
+def _kind(given: Any, array: npt.NDArray[Any]) -> str:
+    """What people would call it."""
+    if isinstance(given, (list, tuple)):
+        odd = next((one for one in given if type(one) is bool or not isinstance(one, (int, np.integer))), 0)
+        return f"a {type(given).__name__} of {type(odd).__name__}"
+    return f"an array of {array.dtype}" if array.dtype != object else _article(type(given).__name__)
+
+
+def _article(name: str) -> str:
+    return "None" if name == "NoneType" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+# -- ids from the rows' content: rows that the data set really holds twice count as one --------------------------------
+
+
+def batch_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
+    """The tensors among a model's inputs, in a fixed order, and the one named ``attention_mask``.
+
+    Looks into lists, tuples and dicts. Dicts are read in the order of their keys' names.
+    """
+    tensors: list[Tensor] = []
+    masks: list[Tensor] = []
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            (masks if name == "attention_mask" and not masks and value.ndim == 2 else tensors).append(value)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                walk(value[key], str(key))
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item, name)
+
+    walk(args, "")
+    walk(kwargs, "")
+    return tensors, masks[0] if masks else None
+
+
+def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
+    """An id of each row of a micro-batch from its content: the same bits at the same places give the same id.
+
+    Integer arithmetic on the tensors' device; no host synchronisation, no collective. Each element is mixed with its
+    place and the sum taken, h = sum_j mix(bits_j + mix(place_j)) mod 2^64, so that two rows with other content have
+    the same id with probability 2^-64.
+
+    Args:
+        tensors: of any dtype (floats by their bits). Rows are the first dimension; what has another number of rows
+            than the first tensor (shared position ids, scalars) is left out.
+        mask: (rows, length), non-zero where a token is. Masked places of tensors of that length do not count, so that a
+            row has one id however far it was padded, left or right. Without a mask, padding is content.
+
+    Returns:
+        int64 (rows,).
+
+    Raises:
+        ValueError: no tensor with rows.
+    """
+    given = [tensor.detach() for tensor in tensors if tensor.ndim > 0]
+    if not given:
+        raise ValueError("row_hashes needs a tensor with a dimension of rows, got none; pass the micro-batch's inputs")
+    rows = given[0].shape[0]
+    present = mask.detach() != 0 if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
+    total = torch.zeros(rows, dtype=torch.int64, device=given[0].device)
+    for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
+        if present is not None and tensor.ndim >= 2 and tensor.shape[1] == present.shape[1]:
+            inner = math.prod(tensor.shape[2:])
+            offset = torch.arange(inner, device=tensor.device)
+            numbers = present.to(torch.int64).cumsum(1) - 1
+            place = (numbers[:, :, None] * inner + offset).reshape(rows, -1)
+            counts = present[:, :, None].expand(-1, -1, inner).reshape(rows, -1)
+        else:
+            place = torch.arange(math.prod(tensor.shape[1:]), device=tensor.device)[None]
+            counts = None
+        bits = _bits(tensor)
+        repeats = bits.shape[1] // max(place.shape[1], 1)  # complex numbers have two words
+        salt = signed((index + 1) * GOLDEN)
+        columns = max(1, _HASH_BLOCK // max(rows, 1))
+        for begin in range(0, place.shape[1], columns):
+            part = slice(begin, begin + columns)
+            for word in range(repeats):
+                key = mixed(place[:, part] * repeats + word + salt)
+                value = mixed(bits[:, word::repeats][:, part].to(torch.int64) + key)
+                total += (value if counts is None else value * counts[:, part]).sum(1)
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """(rows, elements) integers of the same bits; complex numbers give two each."""
+    flat = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(flat.shape[0], -1)
+    if not flat.is_floating_point():
+        return flat
+    return flat.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

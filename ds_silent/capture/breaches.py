@@ -1,9 +1,9 @@
 """What this rank's rules find, and how all ranks learn of it.
 
-    check = BreachCheck(rules, framework)
+    check = BreachCheck(rules, framework, guard)
     check.connect(patches)
     check.code(step)                             # of this rank's breaches, 0 for none: one number of an observation
-    check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
+    check.agree(arrived)                         # on all ranks alike, once per gathered observation
 
 While the ranks' numbers stay as they are, nothing is exchanged. Where one is new, all ranks have read so, and those
 that found the same let their first rank speak: its breaches travel as JSON text. That is a collective of two calls,
@@ -44,8 +44,8 @@ _REMEMBERED = 4  # measured steps; an observation is read one or two steps later
 class BreachCheck:
     """Hold this rank's rules, and what all ranks know of each other's breaches."""
 
-    def __init__(self, rules: Sequence[Rule], framework: Framework):
-        self._rules, self._framework = list(rules), framework
+    def __init__(self, rules: Sequence[Rule], framework: Framework, guard: CollectiveGuard):
+        self._rules, self._framework, self._guard = list(rules), framework, guard
         self._found: dict[int, tuple[Breach, ...]] = {}  # by step
         self._asked: tuple[float, ...] = ()
         self._answer: tuple[Unlike, ...] = ()
@@ -76,53 +76,43 @@ class BreachCheck:
             logger.warning("ds_silent: the rule %s is not checked any more: %s: %s", kind, type(error).__name__, error)
         return None
 
-    def agree(
-        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
-    ) -> tuple[Unlike, ...]:
+    def agree(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """Return what rules have found, with the ranks that found it.
 
         Every rank calls it with the same observations, at the same step: where the ranks' numbers are others than
         before, it is a collective that waits.
         """
-        codes = guard.agreed(lambda: self._news(arrived))
+        codes = self._guard.agreed(lambda: self._news(arrived))
         if codes is not None:
             self._asked, self._questions = codes, self._questions + any(codes)
             self._answer = ()
             if any(codes) and self._questions <= MOST_QUESTIONS:
-                self._answer = self._ask(arrived.step, group, device, guard)
+                self._answer = self._ask(arrived.step)
         return self._answer
 
     def _news(self, arrived: Arrived) -> tuple[float, ...] | None:
         codes = tuple(arrived.known.code.breaches.tolist())
         return None if codes == self._asked else codes
 
-    def _ask(
-        self, step: int, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
-    ) -> tuple[Unlike, ...]:
-        own = guard.local(self._at, step) or ()
+    def _ask(self, step: int) -> tuple[Unlike, ...]:
+        guard, group, device = self._guard, self._framework.group, self._framework.device
+        own = guard.local(self._found.get, step) or ()
         mine = torch.tensor([int(guard.local(_code_of, own) or 0.0)], dtype=torch.int32).to(device)
         codes = gather_on_host(mine, group, guard.collective).reshape(-1).long()
         parts = [part for part in parts_of_numbers(codes.numpy()) if codes[part[0]] != 0][:SPEAKERS]
         if not parts:
             return ()
         text = guard.local(text_of, own) or "[]"
-        spoken = EveryRank(group, device, guard.collective).texts(
-            [text] * len(parts), [part[0] for part in parts], TEXT_BYTES
-        )
+        everybody, speakers = EveryRank(group, device, guard.collective), [part[0] for part in parts]
+        spoken = everybody.texts([text] * len(parts), speakers, TEXT_BYTES)
         return guard.local(unlike_of, spoken, parts, len(codes)) or ()
-
-    def _at(self, step: int) -> tuple[Breach, ...]:
-        return self._found.get(step, ())
 
     def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """Return what this rank knows by itself, where the ranks come together no more; nothing that is told."""
-        codes = self._news(arrived)
-        own = self._at(arrived.step)
-        if not codes or not own:
-            return ()
-        everybody = len(set(codes)) == 1
-        ranks = () if everybody else (dist.get_rank(self._framework.group),)
-        return tuple(_one(breach, ranks, dist.get_world_size(self._framework.group)) for breach in own)
+        codes, group = self._news(arrived), self._framework.group
+        ranks = () if codes is None or len(set(codes)) == 1 else (dist.get_rank(group),)
+        own = self._found.get(arrived.step, ()) if codes else ()
+        return tuple(_one(breach, ranks, dist.get_world_size(group)) for breach in own)
 
 
 def _code_of(breaches: Sequence[Breach]) -> float:
@@ -142,30 +132,18 @@ def text_of(breaches: Sequence[Breach]) -> str:
 
 def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_size: int) -> tuple[Unlike, ...]:
     """Word what the first rank of each part has said of it."""
-    breaches: dict[str, Breach] = {}
-    ranks: dict[str, set[int]] = {}
+    found: dict[str, tuple[Breach, set[int]]] = {}
     for text, part in zip(spoken, parts, strict=True):
         for told in json.loads(text):
-            breach = Breach(**{**told, "effects": tuple(told["effects"])})
-            breaches.setdefault(breach.key, breach)
-            ranks.setdefault(breach.key, set()).update(part)
+            breach = Breach(**told | {"effects": tuple(told["effects"])})
+            found.setdefault(breach.key, (breach, set()))[1].update(part)
     return tuple(
-        _one(breach, () if len(ranks[key]) == world_size else tuple(sorted(ranks[key])), world_size)
-        for key, breach in breaches.items()
+        _one(breach, () if len(ranks) == world_size else tuple(sorted(ranks)), world_size)
+        for breach, ranks in found.values()
     )
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     """Add the ranks that found it; none where all have."""
     message = f"On {named(ranks, world_size)}: {breach.message}" if ranks else breach.message
-    return Unlike(
-        key=KEY + breach.key,
-        ranks=ranks,
-        where=breach.where,
-        message=message,
-        remedy=breach.remedy,
-        since=breach.since,
-        kind=breach.kind,
-        severity=breach.severity,
-        effects=breach.effects,
-    )
+    return Unlike(**vars(breach) | {"key": KEY + breach.key, "message": message}, ranks=ranks)

@@ -25,15 +25,7 @@ from ds_silent.rules.language_models import shifts_labels
 
 
 class Forwards:
-    """Collect rows and losses until they are sent. A loss that a backward begins with counts before a forward's.
-
-    Args:
-        module: one forward of it is a micro-batch.
-        rows: collects ids and label tokens.
-        loaders: what feeds the training.
-        settings: look at each training forward.
-        traced: looks at the order of the first; None where no trace is written.
-    """
+    """Collect rows and losses of a module's forwards. A loss that a backward begins with counts before a forward's."""
 
     def __init__(
         self,
@@ -163,12 +155,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """0-dim fp32: what makes a forward's loss the mean over the micro-batch's own label tokens.
-
-    Args:
-        module: whose ``loss_function`` says whether its labels are shifted (transformers' do).
-        inputs: keyword arguments of the forward.
-    """
+    """0-dim fp32: what makes a loss the mean over the micro-batch's own label tokens, shifted as ``module`` shifts."""
     items, labels = inputs.get("num_items_in_batch"), inputs.get("shift_labels")
     if not isinstance(labels, Tensor):
         labels = inputs.get("labels")

@@ -31,7 +31,7 @@ from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
 logger = logging.getLogger("ds_silent")
-_watches: weakref.WeakSet[LoaderWatch | LoaderMemory] = weakref.WeakSet()
+_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
 _originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
 
@@ -72,18 +72,46 @@ class Walk:
     repeated: bool = False  # all forwards took the batch before once more: there are no rows, and none is missing
 
 
-class LoaderWatch:
-    """Follow the loader that feeds one training, on this rank.
+class _Watch:
+    """Hear of each batch that an iterator of torch's loaders gives, until :meth:`remove`."""
 
-    Attributes:
-        facts: of the loader's data.
-        seen: whether there is such a loader; not where several take turns.
-        given: a loader or sampler that the script has named, which is asked where none is seen.
-    """
+    def advanced(self, iterator: Any) -> None:
+        """Note that an iterator has given a batch; of evaluation, too."""
+        raise NotImplementedError
+
+    def _watch(self) -> None:
+        _watches.add(self)
+        iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+        if _originals or iterator is None:
+            return
+        original = iterator.__next__
+        _originals.append(original)
+
+        def advance(self: Any) -> Any:
+            batch = original(self)
+            for watch in tuple(_watches):
+                try:
+                    watch.advanced(self)
+                except Exception as error:  # in the script's own loop: it must not end it
+                    _watches.discard(watch)
+                    logger.warning("ds_silent: the loader is not followed any more: %s", error)
+            return batch
+
+        setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+
+    def remove(self) -> None:
+        """End it; the last watch to go leaves torch's class as it was."""
+        _watches.discard(self)
+        if not _watches and _originals:
+            setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+
+
+class LoaderWatch(_Watch):
+    """Follow the loader that feeds one training, on this rank."""
 
     def __init__(self, ranks: int):
-        self.facts, self.seen = DataFacts(), False
-        self.given: Any = None
+        self.facts, self.seen = DataFacts(), False  # of its data; whether there is one: not where several take turns
+        self.given: Any = None  # a loader or sampler that the script has named, which is asked where none is seen
         self._ranks = ranks
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
         self._begun = 0  # passes so far, evaluation's too
@@ -102,15 +130,10 @@ class LoaderWatch:
         for memory in [one for one in _watches if isinstance(one, LoaderMemory)]:
             if memory.newest is not None:
                 self.advanced(memory.newest)
-        _connect(self)
+        self._watch()
         return self
 
-    def remove(self) -> None:
-        """End it; the last watch to go leaves torch's class as it was."""
-        _disconnect(self)
-
     def advanced(self, iterator: Any) -> None:
-        """Note that an iterator has given a batch; of evaluation, too."""
         number = self._passes.get(iterator, 0)
         if not number or getattr(iterator, "_num_yielded", 0) == 1:
             self._begun += 1
@@ -161,55 +184,19 @@ class LoaderWatch:
         return replace(deal, by=f"{deal.by}, epoch advances") if len(self._orders) > 1 else deal
 
 
-class LoaderMemory:
-    """Remember from now on which iterator of a loader was advanced last, for a watch that connects later.
-
-    Attributes:
-        newest: None before the first, and once it is gone.
-    """
+class LoaderMemory(_Watch):
+    """Remember which iterator of a loader was advanced last, for a watch that connects later."""
 
     def __init__(self) -> None:
         self._newest: weakref.ref[Any] | None = None
-        _connect(self)
+        self._watch()
 
     @property
     def newest(self) -> Any:
         return None if self._newest is None else self._newest()
 
     def advanced(self, iterator: Any) -> None:
-        """Remember the iterator that has given a batch."""
         self._newest = weakref.ref(iterator)
-
-    def remove(self) -> None:
-        """Forget it."""
-        _disconnect(self)
-
-
-def _connect(watch: LoaderWatch | LoaderMemory) -> None:
-    _watches.add(watch)
-    iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if _originals or iterator is None:
-        return
-    original = iterator.__next__
-    _originals.append(original)
-
-    def advance(self: Any) -> Any:
-        batch = original(self)
-        for watch in tuple(_watches):
-            try:
-                watch.advanced(self)
-            except Exception as error:  # in the script's own loop: it must not end it
-                _watches.discard(watch)
-                logger.warning("ds_silent: the loader is not followed any more: %s", error)
-        return batch
-
-    setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
-
-
-def _disconnect(watch: LoaderWatch | LoaderMemory) -> None:
-    _watches.discard(watch)
-    if not _watches and _originals:
-        setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
 
 
 # -- what a loader or sampler says of the data -------------------------------------------------------------------------

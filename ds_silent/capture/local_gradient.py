@@ -36,8 +36,6 @@ class LocalGradient:
     Args:
         numels: elements of each trainable parameter.
         groups: layer of each parameter.
-        config: the ``direction`` block.
-        device: where the gradients are.
         accumulated: see :data:`Accumulated`; never called when ``additive``.
         additive: every micro-batch is reduced and freed; nobody accumulates the local gradient.
         norms_add_up: False when ``additive`` and a step has several micro-batches.
@@ -107,7 +105,6 @@ class LocalGradient:
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
-            exact: whether the exact method is due at this step.
 
         Raises:
             SparseGradientError: only some rows of it are there.
@@ -218,11 +215,7 @@ class LocalGradient:
 
 
 class KeptMicroBatches:
-    """Keep a sketch of each micro-batch of one step, where it is asked for; every rank asks at the same step.
-
-    Attributes:
-        keeping: whether they are kept in the step under way; the same on every rank, whatever breaks on one.
-    """
+    """Keep a sketch of each micro-batch of a step, where it is asked for: ``keeping``, the same on every rank."""
 
     def __init__(self, new_accumulator: Callable[[], Accumulator]):
         self.keeping = self._asked = False

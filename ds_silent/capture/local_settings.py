@@ -14,7 +14,6 @@ A new setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from ds_silent.preflight.settings import (
     groups_of,
     holding_items,
     holdings_of,
+    joined,
 )
 
 OBJECTIVE: Literal["objective"] = "objective"
@@ -78,15 +78,8 @@ class LocalSettings:
     """Follow one rank's settings.
 
     Args:
-        module: the model.
         optimizers: the torch optimizers that step, read anew each time.
         framework: knows which gradients are reduced and which parameters optimizers hold; None if nothing does.
-
-    Attributes:
-        draws: None until the first training forward has ended; then a hash of the states of the generators that it
-            drew from, 0 if it drew from none.
-        autocast: of this rank's forwards.
-        objective: what this rank's backwards begin with.
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], framework: Framework | None = None):
@@ -104,8 +97,8 @@ class LocalSettings:
         self._modes = self._trainable = b""
         self._looks: dict[int, _Look] = {}
         self._hashes: dict[str, tuple[Any, float]] = {}  # the newest value of each, and its hash
-        self.draws: float | None = None
-        self.objective = LocalObjective()
+        self.draws: float | None = None  # hash of the generators that the first training forward drew from; 0: of none
+        self.objective = LocalObjective()  # what this rank's backwards begin with
         self._state: tuple[bytes, ...] = ()
 
     def ignore_untrained(self) -> None:
@@ -172,7 +165,7 @@ class LocalSettings:
         look = self._looks.get(step) or self._look()
 
         def of_groups(column: int) -> Callable[[], str]:
-            return lambda: _joined([group[column] for group in look.hyper_parameters])
+            return lambda: joined([group[column] for group in look.hyper_parameters if group[column] is not None])
 
         items = [item_of(name, "optimizer", of_groups(column)) for column, name in enumerate(HYPER_PARAMETERS.values())]
         on_device = [item_of("hyper-parameters on the device", "optimizer", lambda: _listed(look.on_device))]
@@ -244,21 +237,14 @@ def _plain(value: Any, on_device: list[Tensor]) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
-def _joined(values: Sequence[Any]) -> str:
-    """Return the one value if all parameter groups that have it agree, else all values."""
-    texts = [json.dumps(value) for value in values if value is not None]
-    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
-
-
 def _listed(values: Sequence[Tensor]) -> str:
     return ", ".join(str(float(value)) for value in values) or "none"
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
 
-_TRACES = (
-    "_enter_autocast"  # of torch.amp.autocast_mode (2.4 to 2.13): torch.compile calls it, also from its compiled code
-)
+_TRACES = "_enter_autocast"
+"""Of torch.amp.autocast_mode (2.4 to 2.13): torch.compile calls it, also from its compiled code."""
 
 
 class Autocast:

@@ -13,7 +13,7 @@ Whether a script changed gradients in between is found without reading them agai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,34 +26,27 @@ from ds_silent.maths.rounding_bound import multiple_of
 FEW = 8  # elements of each tensor
 
 
-@dataclass(frozen=True)
 class Remembered:
-    """Of pieces of a gradient, which are not kept."""
+    """Remember pieces of a gradient, of any shape and floating dtype, on one device; they are not kept."""
 
-    places: tuple[tuple[int, int], ...]  # where each lies, and how often torch has counted a write to it
-    few: Tensor | None  # elements of all, one after the other
+    def __init__(self, values: Sequence[Tensor]):
+        self._places, self._few = _places(values), _few(values)
 
+    def moved(self, values: Sequence[Tensor]) -> bool:
+        """Tell whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
+        return _places(values) != self._places
 
-def remember(values: Sequence[Tensor]) -> Remembered:
-    """Remember pieces of any shape and floating dtype, on one device."""
-    return Remembered(_places(values), _few(values))
+    def differs(self, values: Sequence[Tensor]) -> Tensor | None:
+        """Compare a few elements, fp32 (): 1 where they differ, else 0; NaN differs from itself. None without pieces.
 
-
-def moved(before: Remembered, values: Sequence[Tensor]) -> bool:
-    """Tell whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
-    return _places(values) != before.places
-
-
-def differs(before: Remembered, values: Sequence[Tensor]) -> Tensor | None:
-    """Compare a few elements, fp32 (): 1 where they differ, else 0; NaN differs from itself. None without pieces.
-
-    Scaling shows in every element that is not zero; what is written behind autograd's back to single elements may not.
-    """
-    few = _few(values)
-    return None if few is None or before.few is None else (few != before.few).any().float()
+        Scaling shows in all elements but zeros; what is written behind autograd's back to single elements may not.
+        """
+        few = _few(values)
+        return None if few is None or self._few is None else (few != self._few).any().float()
 
 
 def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Where each lies, and how often torch has counted a write to it."""
     return tuple((value.data_ptr(), 0 if value.is_inference() else value._version) for value in values)
 
 
@@ -98,7 +91,7 @@ class ReducedGradient:
         self._local_sketched = sketches, squares
         if aggregated is not None:
             parts = list(aggregated)
-            self._reduced = self._read(parts), remember([values for *_, values in parts])
+            self._reduced = self._read(parts), Remembered([values for *_, values in parts])
 
     def take_local(self) -> Sketched:
         """Return the local gradient's sketches."""
@@ -134,8 +127,8 @@ class ReducedGradient:
     ) -> Reduced[float | Tensor]:
         """Compare what is applied with what the step began with; look again only where a script changed that."""
         values = [part for *_, part in parts]
-        if not moved(remembered, values):
-            changed = differs(remembered, values)
+        if not remembered.moved(values):
+            changed = remembered.differs(values)
             return numbers if changed is None else replace(numbers, handed_seen=-changed)
         sketches, squares = self._read(parts)
         numbers = replace(numbers, handed_seen=1.0, handed_squared=squares.sum())

@@ -1,8 +1,8 @@
 """What every rank's code must do alike while it trains: hyper-parameters and what optimizers hold, their step counters,
 evaluation mode, which parameters train, the settings of modules, autocast, the loss. ``GROUPS`` lists them.
 
-    check = SettingsCheck(LocalSettings(module, optimizers, framework), words)
-    found = check.agree(arrived, group, device, guard)   # on all ranks alike, once per gathered observation
+    check = SettingsCheck(LocalSettings(module, optimizers, framework), framework, guard)
+    found = check.agree(arrived)                         # on all ranks alike, once per gathered observation
 
 Each is a few hundred numbers on the host, hashed to 24 bits (fp32 carries them exactly; two settings look alike by
 chance once in 17 million) and sent with the observation; the hash is made anew only when something has changed. Where
@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.local_settings import OBJECTIVE, TRAINS, LocalSettings
@@ -32,6 +30,7 @@ from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
+from ds_silent.framework import Framework
 from ds_silent.preflight.comparison import PreflightOutcome, compare
 from ds_silent.preflight.messages import events_of
 from ds_silent.records import Event, EventKind
@@ -106,18 +105,10 @@ _News = tuple[dict[str, set[Parts]], dict[str, Parts], int]
 
 
 class SettingsCheck:
-    """Hold what all ranks know of each other's settings.
+    """Hold what all ranks know of each other's settings; ``differing``: at the step that was read last."""
 
-    Args:
-        local: this rank's.
-        words: the framework's, for a note.
-
-    Attributes:
-        differing: what differs between the ranks at the step that was read last, the same on every rank.
-    """
-
-    def __init__(self, local: LocalSettings, words: Words):
-        self.local, self._words = local, words
+    def __init__(self, local: LocalSettings, framework: Framework, guard: CollectiveGuard):
+        self.local, self._framework, self._guard = local, framework, guard
         self._same_objective = SameObjective()
         self._missed = NOTHING  # of all ranks, as it was reported last
         self.differing: Mapping[str, Parts] = {}
@@ -135,14 +126,13 @@ class SettingsCheck:
         if any(one.item.group == "optimizer" for one in outcome.wrong):
             self.local.ignore_untrained()
 
-    def agree(
-        self, arrived: Arrived, group: dist.ProcessGroup, device: torch.device, guard: CollectiveGuard
-    ) -> tuple[Unlike, ...]:
+    def agree(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """Return what the ranks do not do alike.
 
         Every rank calls it with the same observations, at the same step: where the ranks that differ are others than
         before, it is a collective that waits.
         """
+        framework, guard = self._framework, self._guard
         self._same_objective = guard.agreed(partial(self._same_objective.of, arrived.known))
         self.differing = guard.agreed(lambda: _differences(arrived.known, self._same_objective))
         news = guard.agreed(lambda: self._news(self.differing))
@@ -152,9 +142,8 @@ class SettingsCheck:
             if self._asked and self._questions <= MOST_QUESTIONS:
                 asked = OBJECTIVE in self._asked
                 items = guard.local(self.local.items, arrived.step, asked, self._same_objective.structural) or []
-                outcome = compare(items, group, device, guard.collective)
-                found = events_of(outcome, arrived.step)
-                told = mismatches_of(found, arrived.known, outcome.world_size)
+                outcome = compare(items, framework.group, framework.device, guard.collective)
+                told = mismatches_of(events_of(outcome, arrived.step), arrived.known, outcome.world_size)
                 self._answer = told or self._answer
         self._missed = self._missed_by_all(arrived)
         return *self._answer, *reported(self._missed, arrived.step)
@@ -190,9 +179,7 @@ class SettingsCheck:
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
         self._noted = True
-        if not bool((draws == draws[0]).all()):
-            return None
-        return same_draws(known.step, ranks, self._words)
+        return same_draws(known.step, ranks, self._framework.words) if bool((draws == draws[0]).all()) else None
 
 
 def _differences(known: Gathered, objective: SameObjective) -> dict[str, Parts]:
@@ -258,15 +245,11 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
             continue
         group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
         if event.kind == "objective-mismatch":
-            message = _upper(event.message) + weighing(known, event.ranks, ranks)
+            message = event.message[:1].upper() + event.message[1:] + weighing(known, event.ranks, ranks)
             found.append(_one(OBJECTIVE, event.ranks or tuple(range(ranks)), "loss", message, event.step))
         else:
             found.append(_one(group, event.ranks, where, event.message, event.step))
     return tuple(found)
-
-
-def _upper(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
 
 
 def weighing(known: Gathered, odd: Sequence[int], ranks: int) -> str:

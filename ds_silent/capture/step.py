@@ -52,21 +52,13 @@ from ds_silent.rules.every import rules_of
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is done in one step, the same on every rank.
+    """What is done in one step, the same on every rank."""
 
-    Attributes:
-        step: as all ranks count it; what communicates is timed by it.
-        measures: whether it is measured.
-        exact: whether the local gradients are exchanged piece by piece, too.
-        sends: whether an observation is sent: of each measured step, and of the first.
-        traces: whether it gets a line of the trace.
-    """
-
-    step: int
-    measures: bool = False
-    exact: bool = False
-    sends: bool = False
-    traces: bool = False
+    step: int  # as all ranks count it; what communicates is timed by it
+    measures: bool = False  # it is measured
+    exact: bool = False  # the local gradients are exchanged piece by piece, too
+    sends: bool = False  # an observation is sent: of each measured step, and of the first
+    traces: bool = False  # it gets a line of the trace
 
 
 class StepMoments:
@@ -74,16 +66,6 @@ class StepMoments:
 
     Args:
         keep: keeps the local gradient, where a wrong reduction is to be repeated.
-
-    Attributes:
-        plan: of the step under way.
-        came: whether a gradient has come, or a reduction has begun, since the last step.
-        aggregate: this rank's share of it.
-        forwards: rows and losses of the micro-batches.
-        last_applied: what the optimizer used in the last measured step.
-        unpublished: the step under way gets no record, with which what is applied could be compared.
-        scale: the factor on the step's gradients, as the gradient of its loss says it.
-        gram: this rank's part of the exact inner products.
     """
 
     def __init__(
@@ -98,15 +80,17 @@ class StepMoments:
     ):
         self._framework, self._guard, self._local, self._settings = framework, guard, local, settings
         self.aggregate, self.forwards, self._keep = aggregate, forwards, keep
-        self.plan = StepPlan(framework.step)
-        self.last_applied: Applied[float | Tensor] = Applied()
+        self.plan = StepPlan(framework.step)  # of the step under way
+        self.last_applied: Applied[float | Tensor] = Applied()  # of the last measured step
         self._start_step()
 
     def _start_step(self) -> None:
-        self.came = self._reducing = self._applied = self.unpublished = False
+        self.came = False  # a gradient has come, or a reduction has begun
+        self.unpublished = False  # the step gets no record, with which what is applied could be compared
+        self._reducing = self._applied = False
         self._settings.objective.start()
-        self.scale: Tensor | None = None
-        self.gram: Tensor | None = None
+        self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
+        self.gram: Tensor | None = None  # this rank's part of the exact inner products
 
     def begins(self, stored: Callable[[], Iterable[tuple[int, Tensor]]]) -> None:
         """Take out what gradients hold before a step's first micro-batch, where its own gradient is not hooked."""
@@ -225,13 +209,7 @@ class StepMoments:
 
 
 class StepCapture:
-    """What a step is observed with, and the observation that is made of it.
-
-    Attributes:
-        layer_names: of the layers that parameters are grouped by.
-        shape: what the sizes of an observation follow from.
-        kept: sketches of single micro-batches, where they are asked for.
-    """
+    """What a step is observed with, and the observation that is made of it; ``shape``: what its sizes follow from."""
 
     def __init__(self, framework: Framework, config: SilentConsistencyConfig, gather_limit: int = GATHER_LIMIT):
         self.framework = framework
@@ -275,8 +253,8 @@ class StepCapture:
         self.loaders = LoaderWatch(ranks)
         aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
-        self.settings_check = SettingsCheck(self.settings, framework.words)
-        self.breach_check = BreachCheck(rules_of(framework, config), framework)
+        self.settings_check = SettingsCheck(self.settings, framework, self.guard)
+        self.breach_check = BreachCheck(rules_of(framework, config), framework, self.guard)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings, self.traced)
         parts = (self._local, aggregate, forwards, self.settings)
         self.moments = StepMoments(framework, self.guard, *parts, keep)

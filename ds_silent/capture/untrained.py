@@ -28,20 +28,17 @@ SHOWN_PARAMETERS = 3
 
 @dataclass(frozen=True)
 class Unlike:
-    """What the ranks do not do alike, or all do wrongly, at a step: one entry per group of things.
-
-    ``ranks``: the odd ones out; empty where all do the same. ``effects``: what follows of it, as of a finding.
-    """
+    """What the ranks do not do alike, or all do wrongly, at a step: one entry per group of things."""
 
     key: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the odd ones out; empty where all do the same
     where: str
     message: str
     remedy: str
     since: int
     kind: EventKind = "config-mismatch"
     severity: Severity = "error"
-    effects: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()  # what follows of it, as of a finding
 
 
 class Missed(NamedTuple):

@@ -225,7 +225,7 @@ def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], w
     layer = 4 * (one_more.scalars - layout.scalars)
     late = f"per measurement, asynchronously; {layer} B more for each layer of the model"
     if layout.gathers:
-        return f"one all-gather of {size_text(4 * (layout.vectors + layout.scalars))} from each rank {late}"
+        return f"one all-gather of {size_text(4 * sum(layout.parts))} from each rank {late}"
     layers = 2 * LAYERS_TOGETHER * one_more.layer_aggregates  # at most, of all together
     sums, own = size_text(4 * (sum(layout.sums) + layers)), 4 * (layout.scalars + layout.pairs)
     if not layout.block:
@@ -260,7 +260,7 @@ def _working_memory(sketch_size: int, world_size: int, device: str) -> int:
     layout = Layout(size=sketch_size)
     blocks = plan.block_rows if device == "cpu" else 2 * plan.block_rows  # of sums, and of products with signs
     sketches = (2 + blocks) * plan.width  # local and aggregated table
-    width = layout.vectors + layout.scalars
+    width = sum(layout.parts)
     buffers = width * (1 + world_size) if gathers_sketches(world_size) else 4 * sketch_size + width
     return 4 * (plan.width + sketches + buffers)
 

@@ -130,12 +130,7 @@ class Judge:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: the state was written by another version.
-            KeyError: it is not whole.
-        """
+        """Continue from :meth:`state_dict`; ValueError for that of another version, KeyError where it is not whole."""
         if state.get("version") != _VERSION:
             raise ValueError(
                 f"the detectors' state has version {state.get('version')!r}, this one reads {_VERSION}: start the "

@@ -111,15 +111,7 @@ class _Run:
 
 
 class AtOnce:
-    """Learn how far apart the ranks of a run are, and find one that is further.
-
-    Args:
-        ranks: N, at least 2.
-        log_threshold: log of the mean number of measured steps between false alarms.
-
-    Attributes:
-        scores: of each quantity judged at the newest step, the rank that is above, or below, all others.
-    """
+    """Learn how far apart the ranks of a run are, and find one that is further; ``scores`` are of the newest step."""
 
     def __init__(self, ranks: int, log_threshold: float):
         self.scores: tuple[Score, ...] = ()

@@ -6,18 +6,13 @@ These are facts, not statistics: they are reported at their first step, and no f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
 
-Array = npt.NDArray[Any]
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
 
 
@@ -29,31 +24,23 @@ class BrokenNumbers(Detector):
 
 
 class StaleParameters(Detector):
-    """Report parameters that get a gradient on other ranks only, unless the model is conditional.
+    """Report parameters that get a gradient on other ranks only, unless the model is conditional."""
 
-    Args:
-        alike: whether ranks train the same parameters at all.
-    """
+    stored = ("stale_key", "conditional")
 
     def __init__(self, alike: bool = True):
         self._alike = alike
-        self._first: str | None = None  # key of the first finding
+        self._stale_key: str | None = None  # of the first finding
         self._conditional = False  # the model trains other parameters on other ranks, in health
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         found = [] if self._conditional or not self._alike else stale_parameters(record, evidence)
-        if found and self._first not in (None, found[0].key):
+        if found and self._stale_key not in (None, found[0].key):
             self._conditional = True
             return []
         if found:
-            self._first = found[0].key
+            self._stale_key = found[0].key
         return found
-
-    def save(self) -> dict[str, Any]:
-        return {"stale_key": self._first, "conditional": self._conditional}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._first, self._conditional = state["stale_key"], state["conditional"]
 
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -62,10 +49,8 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
     It is one fault however far it spreads: the event of its first step names where it began. An fp16 step that the
     dynamic loss scale skipped has infinite gradients by design; there only the losses count.
     """
-    bad_loss = _indices(record.loss.per_rank, _not_finite)
-    bad_gradient = set() if extras.step_skipped else _indices(record.grad_norm.per_rank, _not_finite)
-    if not extras.step_skipped:
-        bad_gradient |= set(extras.non_finite)
+    bad_loss = _not_finite(record.loss.per_rank)
+    bad_gradient = set() if extras.step_skipped else _not_finite(record.grad_norm.per_rank) | set(extras.non_finite)
     ranks = tuple(sorted(bad_loss | bad_gradient))
     layers = [layer for rank in ranks if (layer := extras.non_finite.get(rank)) is not None]
     where = layers[0] if layers else ("loss" if bad_loss else "gradient")
@@ -76,7 +61,11 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         message = f"The {what} of {named(ranks, record.world_size)} is not finite{began}."
     elif not extras.step_skipped and _bad(record.grad_norm.aggregated):
         where, message = "aggregated gradient", "The aggregated gradient is not finite although every rank's own is."
-    elif not extras.step_skipped and _bad(record.direction.mean_cosine) and _all_positive(record.grad_norm.per_rank):
+    elif (
+        not extras.step_skipped
+        and _bad(record.direction.mean_cosine)
+        and min(record.grad_norm.per_rank or (0.0,)) > 0.0
+    ):
         where, message = "direction", "A gradient's sketch is not finite although its norm is: it overflows in fp32."
     else:
         return []
@@ -105,8 +94,7 @@ def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
 
 def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     """Find ranks whose whole gradient is exactly zero."""
-    zero = _zero(record, extras)
-    zero -= _indices(record.loss.per_rank, _not_finite)  # told by non_finite
+    zero = _zero(record, extras) - _not_finite(record.loss.per_rank)  # told by non_finite
     if not zero:
         return []
     ranks = tuple(sorted(zero))
@@ -125,7 +113,8 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _zero(record: StepRecord, extras: Evidence) -> set[int]:
-    return _indices(record.grad_norm.per_rank, lambda v: v == 0.0) | set(extras.zero_gradient)
+    zero = {rank for rank, norm in enumerate(record.grad_norm.per_rank or ()) if norm == 0.0}
+    return zero | set(extras.zero_gradient)
 
 
 def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
@@ -140,10 +129,11 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     A model with conditional computation does this in health, on other ranks at other steps. ``StaleParameters`` stops
     looking once the ranks have changed; a frozen parameter stays with its rank.
     """
-    missing = tuple(sorted(_indices(extras.stale_parameters, lambda v: v > 0)))
-    if not missing or extras.stale_parameters is None:
+    stale = extras.stale_parameters or ()
+    missing = tuple(rank for rank, count in enumerate(stale) if count > 0)
+    if not missing:
         return []
-    most = max(extras.stale_parameters)
+    most = max(stale)
     message = (
         f"{named(missing).capitalize()} got no gradient for {most} trainable parameter{'s' if most > 1 else ''} that "
         "other ranks do train."
@@ -152,24 +142,13 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
         "Compare requires_grad and the model's branches between the ranks; if the model skips layers on purpose "
         "(mixture of experts), this is expected."
     )
-    key = f"stale:{','.join(map(str, missing))}"
-    return [
-        Finding(key, "zero-gradient", "warning", missing, "parameters", float(most), 0.0, message, remedy, record.step)
-    ]
+    key, where, score = f"stale:{','.join(map(str, missing))}", "parameters", float(most)
+    return [Finding(key, "zero-gradient", "warning", missing, where, score, 0.0, message, remedy, record.step)]
 
 
-def _indices(values: Sequence[float] | None, bad: Callable[[Array], Array]) -> set[int]:
-    """Return the indices of bad values."""
-    return set(np.flatnonzero(bad(np.array(values or (), dtype=np.float64))).tolist())
-
-
-def _not_finite(values: Array) -> Array:
-    return np.asarray(~np.isfinite(values))
+def _not_finite(values: Sequence[float] | None) -> set[int]:
+    return {rank for rank, value in enumerate(values or ()) if _bad(value)}
 
 
 def _bad(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
-
-
-def _all_positive(values: Sequence[float] | None) -> bool:
-    return values is not None and all(value > 0.0 for value in values)

@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -71,31 +70,24 @@ class Explained(Stored):
         self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
         self._learnt = 0
 
-    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
+    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags, learn: bool = True) -> Array:
         """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
         peers = peers & np.isfinite(values)
-        x = self._deviations(values, covariates, peers)
         if not peers.any():
             return np.array(values)
+        x = self._deviations(values, covariates, peers)
         result = values - self._coefficients() @ x
-        if peers.sum() >= 2:
+        if learn and peers.sum() >= 2:
             y = np.clip(values[None], -LARGEST, LARGEST)
             self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
         return np.asarray(result)
-
-    def adjusted(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
-        """(N,) the same residuals; nothing is learnt."""
-        peers = peers & np.isfinite(values)
-        if not peers.any():
-            return np.array(values)
-        return np.asarray(values - self._coefficients() @ self._deviations(values, covariates, peers))
 
     def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
         """(C, N) covariates against the peers' middle."""
         known = np.isfinite(values)
         columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
         x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        return self._clipped(x - _middles(x, peers)) if peers.any() else x
+        return self._clipped(x - _middles(x, peers))
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
@@ -129,12 +121,12 @@ class Strongest:
     spread: bool = False  # the size of its deviation
 
 
-class _Comparison:
+class _Comparison(Stored):
     """Hold the evidence of a comparison of ranks, and the coefficients that explain one statistic by others."""
 
     def __init__(self, series: int, ranks: int, cap: float):
         self._test = SequentialTest(series, ranks, cap)
-        self._explained = (Explained(1), Explained(3), Explained(2))
+        self._explained = self._loss, self._norm, self._direction = Explained(1), Explained(3), Explained(2)
 
     def gain(self, series: int, component: int, rank: int) -> float:
         """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
@@ -150,22 +142,15 @@ class _Comparison:
 
 
 class AgainstOthers(_Comparison):
-    """Follow three statistics and the label tokens of each rank, as they are.
+    """Follow three statistics and the label tokens of each rank, as they are."""
 
-    Args:
-        ranks: N, at least 2.
-        cap: log evidence above which a component need not grow.
-    """
+    stored = ("test", "loss", "norm", "direction")
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(TOKENS_SIZE + 1, ranks, cap)
 
     def step(self, step: int, columns: Array, healthy: Flags, random: bool = True) -> None:
-        """Add the evidence of one step: (4, N), NaN where not known.
-
-        Args:
-            random: rows are dealt at random; else sizes are not compared.
-        """
+        """Add the evidence of one step: (4, N), NaN where not known. Sizes are compared if rows are dealt at random."""
         residuals = [
             explained.residual(columns[row], _covariates(columns, row), healthy)
             for row, explained in enumerate(self._explained)
@@ -196,19 +181,14 @@ class AgainstOthers(_Comparison):
         series = size if spread else series
         return Strongest(STATISTICS[series % LOSS_SIZE], series, self._test.onset(series, rank), spread)
 
-    def state_dict(self) -> dict[str, Any]:
-        loss, norm, direction = (explained.state_dict() for explained in self._explained)
-        return {"test": self._test.state_dict(), "loss": loss, "norm": norm, "direction": direction}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of as many ranks."""
-        self._test.load_state_dict(state["test"])
-        for explained, name in zip(self._explained, ("loss", "norm", "direction"), strict=True):
-            explained.load_state_dict(state[name])
-
 
 class AgainstOwnPast(_Comparison):
-    """Follow how the same numbers change against each rank's own past, over several windows side by side."""
+    """Follow how the same numbers change against each rank's own past, over several windows side by side.
+
+    A resume keeps each rank's past; evidence that is not enough yet starts anew.
+    """
+
+    stored = ("pasts", "explained")
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
@@ -217,17 +197,15 @@ class AgainstOwnPast(_Comparison):
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        deviations: list[Array] = []
-        slack: list[Array] = []
+        found = []
         for past in self._pasts:
-            moved = past.moved(columns)
+            moved, learn = past.moved(columns), past.window == WINDOWS[1]
             rest = moved.copy()
             for row, explained in enumerate(self._explained):
-                act = explained.residual if past.window == WINDOWS[1] else explained.adjusted
-                rest[row] = act(moved[row], _covariates(moved, row), healthy)
-            for found, values in zip((deviations, slack), past.step(rest, columns, healthy), strict=True):
-                found.append(values)
-        self._test.step(step, np.concatenate(deviations), healthy, np.concatenate(slack))
+                rest[row] = explained.residual(moved[row], _covariates(moved, row), healthy, learn)
+            found.append(past.step(rest, columns, healthy))
+        deviations, slack = map(np.concatenate, zip(*found, strict=True))
+        self._test.step(step, deviations, healthy, slack)
         if _all_equal(columns[TOKENS], healthy):
             for window in range(len(WINDOWS)):
                 self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
@@ -258,18 +236,6 @@ class AgainstOwnPast(_Comparison):
         self.forget(ranks)
         for past in self._pasts:
             past.forget(ranks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able. Evidence that is not enough yet starts anew; each rank's past is kept."""
-        explained = [one.state_dict() for one in self._explained]
-        return {"pasts": [past.state_dict() for past in self._pasts], "explained": explained}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict` of as many ranks and windows."""
-        for past, one in zip(self._pasts, state["pasts"], strict=True):
-            past.load_state_dict(one)
-        for explained, one in zip(self._explained, state["explained"], strict=True):
-            explained.load_state_dict(one)
 
 
 def _covariates(columns: Array, row: int) -> list[Array]:

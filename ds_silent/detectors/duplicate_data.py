@@ -26,7 +26,7 @@ after s steps of b rows, and is named when these are K = ceil(threshold / log(1 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ WINDOW = 512  # ranks of one loss that are compared with each other, nearest fir
 MAX_GROUPS = 8  # reported one by one
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 Ranks = npt.NDArray[np.int64]
+Pair = tuple[int, int]
 
 _WASTE = "Their work is done more than once."
 _REMEDY = (
@@ -60,7 +61,7 @@ class SameRows(Detector):
     key = "pairs_before"
 
     def __init__(self) -> None:
-        self._pairs: set[tuple[int, int]] = set()  # of the previous measured step
+        self._pairs: set[Pair] = set()  # of the previous measured step
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         if evidence.rows_sampled < 1.0:  # see ``SampledRowsTest``
@@ -77,11 +78,7 @@ class SameRows(Detector):
 
 
 class SameGradients(Detector):
-    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank.
-
-    Args:
-        alike: whether ranks compute comparable gradients at all.
-    """
+    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank."""
 
     def __init__(self, alike: bool = True):
         self._alike = alike
@@ -92,11 +89,7 @@ class SameGradients(Detector):
 
 
 class SampledRowsTest(Detector):
-    """Follow the pairs that have shared a row lately.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms.
-    """
+    """Follow the pairs that have shared a row lately."""
 
     key = "sampled_rows"
     stored = ("ranks", "steps", "pairs", "evidence", "counts", "since")
@@ -149,12 +142,13 @@ class SampledRowsTest(Detector):
         codes = np.array(sorted(self._since), np.int64)
         counts = self._counts[np.searchsorted(self._pairs, codes)]
         pairs = list(zip((codes // self._ranks).tolist(), (codes % self._ranks).tolist(), strict=True))
-        told = {}
-        for pair, (shared, smaller, _) in zip(pairs, counts.tolist(), strict=True):
-            told[pair] = (shared / max(1, smaller), shared)
+        told = {
+            pair: (shared / max(1, smaller), shared)
+            for pair, (shared, smaller, _) in zip(pairs, counts.tolist(), strict=True)
+        }
         one_in = round(1.0 / extras.rows_sampled)
 
-        def said(group: tuple[int, ...], inside: list[tuple[int, int]]) -> tuple[float, str]:
+        def said(inside: list[Pair]) -> tuple[float, str]:
             share, rows = max(told[pair] for pair in inside)
             text = (
                 f"about {share:.0%} of the rows of a rank are the same rows ({rows} shared rows were seen, of a sample "
@@ -162,7 +156,7 @@ class SampledRowsTest(Detector):
             )
             return share, text
 
-        return shared_findings(record, groups(pairs), pairs, said)
+        return shared_findings(record, pairs, said)
 
 
 def chance_of_a_row(extras: Evidence, ranks: int) -> float:
@@ -174,7 +168,7 @@ def chance_of_a_row(extras: Evidence, ranks: int) -> float:
     return min(chance, 0.25)
 
 
-def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
+def shared_pairs(extras: Evidence) -> set[Pair]:
     """Return the pairs whose shared rows are at least half of the smaller batch, from ids.
 
     Health has two kinds of shared rows: a sampler that pads the epoch's last batch repeats at most one row per rank,
@@ -189,52 +183,44 @@ def shared_pairs(extras: Evidence) -> set[tuple[int, int]]:
     }
 
 
-def by_ids(record: StepRecord, extras: Evidence, before: set[tuple[int, int]]) -> list[Finding]:
+def by_ids(record: StepRecord, extras: Evidence, before: set[Pair]) -> list[Finding]:
     """Find ranks with the same rows; ``before`` are the pairs of the previous measured step."""
     pairs = shared_pairs(extras)
     counts = extras.duplicates or {}
     sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
 
-    def said(group: tuple[int, ...], inside: list[tuple[int, int]]) -> tuple[float, str]:
+    def said(inside: list[Pair]) -> tuple[float, str]:
         shared = max(counts[pair] for pair in inside)
         smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
         text = f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
         return shared / smallest, text
 
-    return shared_findings(record, groups(sure), sure, said)
+    return shared_findings(record, sure, said)
 
 
 def shared_findings(
-    record: StepRecord,
-    found: Sequence[tuple[int, ...]],
-    pairs: Iterable[tuple[int, int]],
-    said: Callable[[tuple[int, ...], list[tuple[int, int]]], tuple[float, str]],
+    record: StepRecord, pairs: Collection[Pair], said: Callable[[list[Pair]], tuple[float, str]]
 ) -> list[Finding]:
-    """Return a finding for each group of ranks with the same rows; one for all beyond ``MAX_GROUPS`` groups.
-
-    Args:
-        pairs: those that the groups hang together by.
-        said: of a group and its pairs, the largest share of a rank's rows, and what is said of it.
-    """
+    """Return one finding per group of ranks with the same rows; of more than ``MAX_GROUPS`` groups one for all."""
+    found = groups(pairs)
     place = {rank: number for number, group in enumerate(found) for rank in group}
-    inside: list[list[tuple[int, int]]] = [[] for _ in found]
+    inside: list[list[Pair]] = [[] for _ in found]
     for pair in pairs:
         inside[place[pair[0]]].append(pair)
+    told = list(map(said, inside))
     if len(found) <= MAX_GROUPS:
         findings = []
-        for group, own in zip(found, inside, strict=True):
-            share, text = said(group, own)
+        for group, (share, text) in zip(found, told, strict=True):
             message = f"{named(group, record.world_size).capitalize()} train on the same data: {text}. {_WASTE}"
             findings.append(_finding(record, group, "rows", share, 0.5, message))
         return findings
-    everyone = tuple(sorted(place))
-    share, text = max(said(group, own) for group, own in zip(found, inside, strict=True))
+    share, text = max(told)
     shown = "; ".join(named(group) for group in found[:3])
     message = (
         f"{len(found)} groups of ranks train on the same data within each ({shown}; and {len(found) - 3} more groups): "
         f"{text}. {_WASTE}"
     )
-    return [_finding(record, everyone, "rows", share, 0.5, message)]
+    return [_finding(record, tuple(sorted(place)), "rows", share, 0.5, message)]
 
 
 def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Finding]:
@@ -317,13 +303,14 @@ def _connected(count: int, first: Ranks, second: Ranks) -> list[tuple[int, ...]]
 
 
 def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
-    message = "{} have the same gradient and the same loss: they train on the same data, and their work is done twice."
-    return _finding(
-        record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message.format(named(group, record.world_size).capitalize())
+    message = (
+        f"{named(group, record.world_size).capitalize()} have the same gradient and the same loss: they train on the "
+        "same data, and their work is done twice."
     )
+    return _finding(record, group, "gradient", 1.0, 1.0 - COSINE_GAP, message)
 
 
-def groups(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+def groups(pairs: Collection[Pair]) -> list[tuple[int, ...]]:
     """Return the connected components, each sorted, in order of their first rank."""
     ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
     return _connected(int(ends.max(initial=-1)) + 1, ends[:, 0], ends[:, 1])
@@ -334,6 +321,6 @@ def _finding(record: StepRecord, group: tuple[int, ...], where: str, score: floa
     return Finding(key, "duplicate-data", "error", group, where, score, limit, text, _REMEDY, record.step)
 
 
-def _close(values: tuple[float, ...], pair: tuple[int, int], tolerance: float) -> bool:
+def _close(values: tuple[float, ...], pair: Pair, tolerance: float) -> bool:
     a, b = values[pair[0]], values[pair[1]]
     return abs(a - b) <= tolerance * max(abs(a), abs(b))

@@ -32,7 +32,7 @@ from ds_silent.detectors.comparisons import Strongest
 from ds_silent.detectors.finding import listed, unlisted
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, either_in_words, in_words, likely_causes
 from ds_silent.detectors.sequential import Array, Flags
-from ds_silent.detectors.symptoms import SUDDEN, Recent
+from ds_silent.detectors.symptoms import SUDDEN, Recent, beyond, is_gradual
 from ds_silent.records import Severity
 from ds_silent.text import Words
 
@@ -52,23 +52,14 @@ _OF_DATA = (
 
 @dataclass(frozen=True)
 class EffectContext:
-    """What is known besides the symptoms.
+    """What is known besides the symptoms; None: not known."""
 
-    Attributes:
-        random: rows are dealt at random and anew.
-        own_past: the symptoms are against the rank's own past, too.
-        above_highest: the rank's loss over the highest that any other rank has had; None where not known.
-        first_loss: log of the rank's first losses over the highest of the others', less UNLIKE times the others' range.
-        sudden: the change was found soon after it began.
-        norm_beyond: how far its norm is outside of what it has been, against the others' (logarithm); None: not known.
-    """
-
-    random: bool
-    own_past: bool = False
-    above_highest: float | None = None
-    first_loss: float | None = None
-    sudden: bool = True
-    norm_beyond: float | None = None
+    random: bool  # rows are dealt at random and anew
+    own_past: bool = False  # the symptoms are against the rank's own past, too
+    above_highest: float | None = None  # the rank's loss over the highest that any other rank has had
+    first_loss: float | None = None  # log of its first ones over the others' highest, less UNLIKE times their range
+    sudden: bool = True  # the change was found soon after it began
+    norm_beyond: float | None = None  # how far its norm is outside of what it has been, against the others' (logarithm)
 
 
 @dataclass(frozen=True)
@@ -83,11 +74,7 @@ class Effect:
 
 
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
-    """Return the effect that a rank's symptoms show.
-
-    Args:
-        where: the statistic that was found to differ: ``loss``, ``gradient norm`` or ``gradient direction``.
-    """
+    """Return the effect that a rank's symptoms show; ``where``: the statistic that was found to differ."""
     size = _size(seen, where)
     large = (
         _log(seen.loss) >= math.log1p(sizes.loss)
@@ -98,12 +85,11 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectC
         return Effect("warning" if large else "info", size)
     if context.own_past:
         changed = _changed_by_no_data(seen, where, sizes, context.norm_beyond)
-        fault = context.sudden and (changed or _beyond_all(context, sizes))
+        beyond_all = (context.above_highest or 0.0) >= 1.0 + sizes.changed_loss
+        fault = context.sudden and (changed or beyond_all)
         unsure = not fault and _may_be_no_data(seen, where, sizes)
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large, unsure=unsure)
-    compared = seen.ranks > 2 and seen.loss is not None
-    high = context.first_loss is not None and context.first_loss >= HIGH and _log(seen.loss) >= HIGH
-    fault = compared and high
+    fault = seen.ranks > 2 and (context.first_loss or 0.0) >= HIGH and _log(seen.loss) >= HIGH
     return Effect("warning" if fault else "info", size, of_data=not fault)
 
 
@@ -140,10 +126,6 @@ def _follows_norm_little(seen: Symptoms) -> bool:
 def is_plain(seen: Symptoms) -> bool:
     """Whether a rank's loss is as it was before, as far as that is known."""
     return seen.loss is not None and _log(seen.loss) <= max(PLAIN_LOSS, SURE * seen.loss_noise)
-
-
-def _beyond_all(context: EffectContext, sizes: EffectsConfig) -> bool:
-    return context.above_highest is not None and context.above_highest >= 1.0 + sizes.changed_loss
 
 
 def _size(seen: Symptoms, where: str) -> float | None:
@@ -193,16 +175,7 @@ class Flag:
 
 
 class Weigher:
-    """Remember what the ranks of one run sent, and weigh those that are flagged.
-
-    Args:
-        ranks: N.
-        words: for the likely causes.
-        sizes: below which an effect is a note.
-
-    Attributes:
-        recent: the newest steps.
-    """
+    """Remember what the ranks of one run sent, the newest steps whole, and weigh those that are flagged."""
 
     def __init__(self, ranks: int, words: Words, sizes: EffectsConfig):
         self.recent = Recent(ranks)
@@ -244,7 +217,7 @@ class Weigher:
             seen = recent.spread(rank, others, since)
         else:
             seen = recent.symptoms(rank, others, since, own_past)
-            sudden = sudden and not (own_past and recent.gradual(rank, others, since, flag.where))
+            sudden &= not (own_past and is_gradual(*recent.around(rank, others, since, flag.where)))
         context = self._context(rank, others, since, comparable, random, own_past, sudden)
         effect = effect_of(seen, flag.where, self._sizes, context)
         flag.severity, flag.effect = flag.severity or effect.severity, effect.size
@@ -266,20 +239,14 @@ class Weigher:
     ) -> None:
         """Say what a rank's numbers mean; of two ranks the other one may be the wrong one as well."""
         causes = likely_causes(seen, self._words)
-        numbers, why, two = in_words(seen), causes_in_words(causes), len(others) == 1
-        if two:
+        flag.ranks, flag.numbers, flag.why, whose = [rank], in_words(seen), causes_in_words(causes), "this rank"
+        if len(others) == 1:
             [other] = others
             mirrored = likely_causes(self.recent.symptoms(other, [rank], since, own_past), self._words)
-            numbers, why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
-            causes = (*causes[:2], *mirrored[:2])
+            flag.numbers, flag.why = in_words(seen, f"rank {other}"), either_in_words({rank: causes, other: mirrored})
+            flag.ranks, whose, causes = sorted((rank, other)), "each rank", (*causes[:2], *mirrored[:2])
         look_at = _OF_DATA if of_data else "; then ".join(dict.fromkeys(cause.look_at for cause in causes))
-        look_at = look_at.replace("this rank", "each rank") if two else look_at
-        flag.ranks, flag.numbers, flag.why, flag.look_at = (
-            sorted((rank, *others)) if two else [rank],
-            numbers,
-            why,
-            look_at,
-        )
+        flag.look_at = look_at.replace("this rank", whose)
 
     def _context(
         self,
@@ -301,10 +268,10 @@ class Weigher:
             first = np.log(self._first[0] / self._first[1])
             theirs = first[list(others)]
             unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
-        beyond = self.recent.beyond(rank, others, since, "gradient norm") if own_past else None
+        norm_beyond = beyond(*self.recent.around(rank, others, since, "gradient norm")) if own_past else None
         if own_past and not self.recent.norm_moved_alone(rank, others, since):
-            beyond = 0.0
-        return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, beyond)
+            norm_beyond = 0.0
+        return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, norm_beyond)
 
     def state_dict(self) -> dict[str, Any]:
         return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}

@@ -43,7 +43,9 @@ class Finding:
 
 
 class Stored:
-    """Save and restore the attributes ``_name`` of each ``name`` in ``stored``: numbers, arrays, tuples, rank -> step.
+    """Save and restore the attributes ``_name`` of each ``name`` in ``stored``.
+
+    They are numbers, arrays, tuples, rank -> step, or ``Stored`` themselves, also several of those in a list or tuple.
 
     A name that an older version did not save stays as it is. What JSON cannot hold becomes minus infinity, the
     logarithm of no evidence; in the arrays of ``unknown`` NaN.
@@ -68,9 +70,13 @@ class Detector(Stored):
     """Judge one measured step after the other. ``Judge`` has a list of detectors, and calls them in its order.
 
     Attributes:
-        key: the name of its entry in the judge's state; empty: it remembers nothing, or writes several entries.
+        key: the name of its entry in the judge's state; empty: what it remembers are entries of their own there.
         scores: of the newest step, whether they reach their thresholds or not.
         notes: events of the newest step that are no faults.
+
+    Several detectors, and the tests that they are made of, take ``log_threshold``: the log of the mean number of
+    measured steps between their false alarms; ``words``: the framework's terms, for messages; ``sizes``: effects below
+    which a finding is a note; ``alike``: whether ranks can be compared with each other.
     """
 
     key: str = ""
@@ -78,20 +84,18 @@ class Detector(Stored):
     notes: tuple[Event, ...] = ()
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        """Return what is wrong at this step.
-
-        Args:
-            before: what the detectors before this one have found at this step.
-        """
+        """Return what is wrong at this step; ``before``: what the detectors before this one have found at it."""
         raise NotImplementedError
 
     def save(self) -> dict[str, Any]:
         """Return its entries of the judge's state."""
-        return {self.key: self.state_dict()} if self.key else {}
+        return {self.key: self.state_dict()} if self.key else self.state_dict() or {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`save`; a state of an older version may lack the entry."""
-        if self.key in state:
+        if not self.key:
+            self.load_state_dict(state)
+        elif self.key in state:
             self.load_state_dict(state[self.key])
 
 
@@ -140,14 +144,21 @@ def unlisted(values: Any, unknown: float = -math.inf) -> npt.NDArray[np.float64]
 
 
 def _saved(value: Any) -> Any:
+    if isinstance(value, Stored):
+        return value.state_dict()
     if isinstance(value, np.ndarray):
         return listed(value)
     if isinstance(value, dict):
         return sorted(value.items())
-    return list(value) if isinstance(value, tuple) else value
+    return [_saved(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _restored(before: Any, state: Any, missing: float) -> Any:
+    if isinstance(before, Stored):
+        before.load_state_dict(state)
+        return before
+    if isinstance(before, (list, tuple)) and before and isinstance(before[0], Stored):
+        return [_restored(one, saved, missing) for one, saved in zip(before, state, strict=True)]
     if isinstance(before, np.ndarray):
         array = unlisted(state, missing).astype(before.dtype)
         return array if array.ndim == before.ndim else array.reshape(-1, *before.shape[1:])

@@ -133,16 +133,7 @@ class _Level:
 
 
 class JumpTest(Detector):
-    """Follow three numbers of one run.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false notes.
-        rate: stated false alarms per million steps, for the odds of a note.
-
-    Attributes:
-        scores: of each number known at the newest step, the largest score of its segments; evidence is not all that a
-            note needs.
-    """
+    """Follow three numbers of one run; ``rate``: stated false alarms per million steps, for the odds of a note."""
 
     key = "drift"
 
@@ -160,8 +151,7 @@ class JumpTest(Detector):
         """Make the notes of one step; nothing is learnt from a step at which anything is wrong."""
         self.scores, self.notes = (), ()
         if record.world_size > 1 and not before:
-            notes = self.follow(record)
-            self.notes = tuple(with_odds(note, self._rate, _excess(note)) for note in notes)
+            self.notes = tuple(self.follow(record))
         return []
 
     def follow(self, record: StepRecord) -> list[Event]:
@@ -194,7 +184,9 @@ class JumpTest(Detector):
         before, after = shown(median(series.segment[:REFERENCE])), shown(median(series.segment[-NEWEST:]))
         message = f"The {name} jumped from about {before:.3g} to about {after:.3g}."
         remedy = "Look at what changed here: learning rate, data mixture, batch size, or a loss spike."
-        return Event(step, "drift", "info", (), name, series.score(), self._threshold, message, remedy)
+        score = series.score()
+        note = Event(step, "drift", "info", (), name, score, self._threshold, message, remedy)
+        return with_odds(note, self._rate, score - self._threshold)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -215,16 +207,11 @@ class JumpTest(Detector):
         self._counts, self._noted = dict(state["counts"]), dict(state["noted"])
 
 
-def _excess(note: Event) -> float:
-    assert note.score is not None
-    assert note.threshold is not None
-    return note.score - note.threshold
-
-
 @cache
 def _log_gains(count: int) -> Array:
     """(tilts, count) log L of each position among ``count`` values, lowest first."""
-    exponents = _TILTS[:, None] * _normal_scores(count)
+    normal_scores = np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])
+    exponents = _TILTS[:, None] * normal_scores
     return np.asarray(exponents - np.log(np.exp(exponents).mean(axis=1, keepdims=True)))
 
 
@@ -249,11 +236,6 @@ def _middle(values: list[float]) -> tuple[float, float]:
     """Median, and the standard deviation of normal values with these quartiles."""
     low, middle, high = np.quantile(np.array(values), (0.25, 0.5, 0.75)).tolist()
     return middle, (high - low) / 1.349
-
-
-@cache
-def _normal_scores(count: int) -> Array:
-    return np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])
 
 
 def _log(value: float | None) -> float | None:

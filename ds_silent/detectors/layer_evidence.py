@@ -41,6 +41,7 @@ FEW = 16  # ranks up to which each is compared with exactly the others
 RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 TOGETHER = 1024  # ranks
 MOST = 1e100  # evidence that need not grow
+OF_NORMAL = 1.4826  # standard deviation of normal values, over their median distance from the median
 _SIGNS = np.array([*(1,) * 3, *(-1,) * 3, *(1,) * 2, *(-1,) * 2])
 _REMEMBERS = np.array([False] * 6 + [True] * 4)
 _MIDDLE = [1, 4]
@@ -48,20 +49,10 @@ _WEIGHTS = np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN))
 
 
 class LayerEvidence:
-    """The evidence against each rank of one run.
-
-    Args:
-        ranks: N.
-
-    Attributes:
-        series: S + 1, those of the layers and last the label tokens; 0 before :meth:`start`.
-        evidence: (C, S + 1, N) M.
-        of_series: (S + 1, N) weighted mean of M over the tilts.
-        gain: (C, S + 1, N) L of the newest step.
-    """
+    """The evidence against each rank of one run."""
 
     def __init__(self, ranks: int):
-        self.ranks, self.series = ranks, 0
+        self.ranks, self.series = ranks, 0  # S + 1, those of the layers and last the label tokens
         self._of_tokens: Array = np.ones((ranks, len(_WEIGHTS)))  # CUSUM, at least 1
         self._spreads: Array | None = None
         self._spread_steps = np.full(SCALES, -1, dtype=np.int64)
@@ -70,8 +61,8 @@ class LayerEvidence:
         """Begin without evidence; the scales of as many series stay."""
         shape = (len(_WEIGHTS), series, self.ranks)
         self.series = series
-        self.evidence, self.gain = np.zeros(shape), np.ones(shape)
-        self.of_series = np.zeros(shape[1:])
+        self.evidence, self.gain = np.zeros(shape), np.ones(shape)  # (C, S + 1, N): M, and L of the newest step
+        self.of_series = np.zeros(shape[1:])  # weighted mean of M over the tilts
         self._of_tokens = np.ones((self.ranks, len(_WEIGHTS)))
         self._cusum = np.ones((2, *shape[1:]))  # of the middle tilt, up and down: for the onset
         self._since = np.zeros((2, *shape[1:]), dtype=np.int64)
@@ -85,13 +76,7 @@ class LayerEvidence:
         self._taken = 0
 
     def step(self, step: int, values: Array, healthy: Flags, slack: Array | None = None) -> None:
-        """Add the evidence of one step.
-
-        Args:
-            values: (S + 1, N); NaN where not known.
-            healthy: (N,) ranks that the others are compared with.
-            slack: (S + 1, N) shifts that health allows; None: none.
-        """
+        """Add the evidence of one step: values and slack as of ``SequentialTest.step``, (S + 1, N) each."""
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
         residuals, spreads, scales = self._residuals(np.where(known, values, 0.0), known & healthy)
@@ -159,9 +144,7 @@ class LayerEvidence:
                 whole = _spread(own)
             else:
                 middle = median_of_known(own, np.nan)[:, None]
-                whole = (
-                    median_of_known(np.abs(own - middle), np.nan) * 1.4826
-                )  # of normal values, their standard deviation
+                whole = median_of_known(np.abs(own - middle), np.nan) * OF_NORMAL
                 spread = whole[:, None]
         floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
         scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
@@ -178,14 +161,12 @@ class LayerEvidence:
             up = np.stack([quarter, whole, four])
             down = 1.0 / up
             gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
-            total += self._sums(gain, peers[:, part])
+            own = peers[:, part]
+            total += gain.sum(axis=2) if own.all() else np.einsum("csr,sr->cs", gain, own.astype(float))
         if slack is not None:  # off every bet
             bet = np.exp(-slack / 4.0)
             less = np.stack([bet, bet**4, bet**16])
-            for first, last in ((0, 3), (3, 6)):
-                self.gain[first:last] *= less
-            for first, last in ((6, 8), (8, 10)):
-                self.gain[first:last] *= less[1:]
+            self.gain *= np.concatenate([less, less, less[1:], less[1:]])
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
         for part in self._parts():
@@ -214,10 +195,6 @@ class LayerEvidence:
         np.minimum(grown, MOST, out=grown)
         evidence[...] = grown if known.all() else np.where(known, grown, evidence)
         self.of_series[:, part] = np.einsum("c,csr->sr", _WEIGHTS, evidence)
-
-    @staticmethod
-    def _sums(tilted: Array, peers: Flags) -> Array:
-        return np.asarray(tilted.sum(axis=2) if peers.all() else np.einsum("csr,sr->cs", tilted, peers.astype(float)))
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
         assert self._spreads is not None

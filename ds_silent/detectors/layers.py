@@ -70,19 +70,14 @@ class LayerFlag:
     left: float  # log evidence; at half of the threshold the fault has ended
     severity: Severity = "warning"
 
+    @property
+    def layers(self) -> str:
+        """Name the layer, and count the others that are off with it."""
+        return self.where + (f" and {self.more} more layer{'s' * (self.more > 1)}" if self.more else "")
+
 
 class LayerTest:
-    """Follow the layers of one run's ranks.
-
-    Args:
-        ranks: N, at least 2.
-        log_threshold: log A of the mean number of measured steps between false alarms of this detector.
-        sizes: below which a finding is a note.
-
-    Attributes:
-        scores: the largest score of the ranks compared at the newest step.
-        notes: of the newest step: changes that the rank's rows may have made.
-    """
+    """Follow the layers of one run's ranks."""
 
     def __init__(self, ranks: int, log_threshold: float, sizes: EffectsConfig | None = None):
         self.scores: tuple[Score, ...] = ()
@@ -102,12 +97,7 @@ class LayerTest:
         random: bool = True,
         plain: Callable[[int, int], bool] = lambda rank, since: True,
     ) -> list[Finding]:
-        """Return the findings of one step: one per flagged rank.
-
-        Args:
-            random: whether rows are known to be dealt at random.
-            plain: whether a rank's loss is since a step as it was before.
-        """
+        """Return a finding per flagged rank; ``plain``: whether a rank's loss is since a step as it was before."""
         self.scores, self.notes = (), ()
         if seen is None or len(seen.names) < 2:
             return self.standing()
@@ -270,10 +260,9 @@ class LayerTest:
 
 
 def _note(step: int, rank: int, flag: LayerFlag, threshold: float) -> Event:
-    more = f" and {flag.more} more layer{'s' * (flag.more > 1)}" if flag.more else ""
     message = (
-        f"Rank {rank}'s data are of another kind since about step {flag.since}: the gradient of {flag.where}"
-        f"{more} changed against its other layers. Other rows on this rank look like this."
+        f"Rank {rank}'s data are of another kind since about step {flag.since}: the gradient of {flag.layers} changed "
+        "against its other layers. Other rows on this rank look like this."
     )
     remedy = "Nothing to do if this rank's rows changed there; else look for code that treats this layer differently."
     where, ranks = flag.where, tuple(flag.ranks)
@@ -284,7 +273,6 @@ def _finding(rank: int, flag: LayerFlag, threshold: float, random: bool) -> Find
     ranks, where = tuple(flag.ranks), flag.where
     two, moved = len(ranks) == 2, random and _others_moved(flag)
     others = "the other rank" if two else "the other ranks"
-    more = f" and {flag.more} more layer{'s' * (flag.more > 1)}" if flag.more else ""
     shift, remedy = flag.shift, _CLIPPED if moved else _REMEDY
     if flag.direction:
         what = "agrees less" if flag.shift < 0 else "agrees more"
@@ -304,7 +292,7 @@ def _finding(rank: int, flag: LayerFlag, threshold: float, random: bool) -> Find
     whose = f"{named(ranks).capitalize()} disagree: the" if two else f"Rank {rank}'s"
     nobody = "; with two ranks to compare nobody can say which of them is wrong" if two else ""
     of = f" of rank {rank}" if two else ""
-    message = f"{whose} gradient of {where}{more}{of} {how}, since about step {flag.since}{nobody}."
+    message = f"{whose} gradient of {flag.layers}{of} {how}, since about step {flag.since}{nobody}."
     if two:
         remedy = remedy.replace("this rank", "one of them").replace("this host's", "both ranks'")
     key, severity, score = f"outlier-layer:{rank}", flag.severity, flag.score

@@ -13,7 +13,7 @@ is also a factor of the whole. An explanation that names no other rank is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -68,30 +68,40 @@ _AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 
 
-@dataclass(frozen=True)
-class OpenFault:
-    """Something that is going on."""
+FIRST_REMINDER = 128  # measured steps; then 256, 512, …
+LONGEST_ABSENCE = 1024
 
-    key: str
+
+@dataclass
+class OpenFault:
+    """Something that is going on, and when it is spoken of again."""
+
     kind: EventKind
-    severity: Severity
     ranks: tuple[int, ...]
     where: str | None
     since: int
+    last_seen: int
+    age: int = 0  # measured steps in which it was there, or expected back
+    next_reminder: int = FIRST_REMINDER
+    absent: int = 0
+    severity: Severity = "error"
     effects: tuple[str, ...] = ()  # kinds, places, or how keys begin, of what it brings about; besides its kind's
+    cause: str | None = None  # key of the fault that it follows from
+    family: str = ""  # see Finding
+
+    @classmethod
+    def of(cls, finding: Finding, step: int, cause: str | None = None) -> OpenFault:
+        names = ("kind", "ranks", "where", "since", "severity", "effects", "family")
+        return cls(**{name: getattr(finding, name) for name in names}, last_seen=step, cause=cause)
 
 
-def cause_of(finding: Finding, faults: Iterable[OpenFault], step: int) -> OpenFault | None:
-    """Return the open fault that began first, of those from which this finding of ``step`` follows."""
-    causes = (fault for fault in faults if _explains(fault, finding, step))
-    return min(causes, key=lambda fault: fault.since, default=None)
-
-
-def _explains(fault: OpenFault, finding: Finding, step: int) -> bool:
-    effects = (*_EFFECTS.get(fault.kind, ()), *fault.effects)
+def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
+    """Return whether this finding of ``step`` follows from an open fault."""
+    if key == finding.key:
+        return False
     if any(finding.key.startswith(effect) for effect in fault.effects):  # this one, however grave
-        return fault.key != finding.key and finding.since >= fault.since
-    if fault.key == finding.key or not ({finding.kind, finding.where} & set(effects)):
+        return finding.since >= fault.since
+    if not {finding.kind, finding.where} & {*_EFFECTS.get(fault.kind, ()), *fault.effects}:
         return False
     began = fault.since - (fault.where in ELSEWHERE)  # what the step before is said to have left
     if finding.log_excess is not None:  # since about then: the longer it took to be sure, the less is known of when
@@ -145,55 +155,21 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
 # -- One event per fault -----------------------------------------------------------------------------------------------
 
 
-FIRST_REMINDER = 128  # measured steps; then 256, 512, …
-LONGEST_ABSENCE = 1024
-
-
-@dataclass
-class _Episode:
-    kind: EventKind
-    ranks: tuple[int, ...]
-    where: str | None
-    since: int
-    last_seen: int
-    age: int = 0  # measured steps in which it was there, or expected back
-    next_reminder: int = FIRST_REMINDER
-    absent: int = 0
-    severity: Severity = "error"
-    effects: tuple[str, ...] = ()
-    cause: str | None = None  # key of the fault that it follows from
-    family: str = ""  # see Finding
-
-    @classmethod
-    def of(cls, finding: Finding, step: int, cause: str | None = None) -> _Episode:
-        f = finding
-        return cls(
-            *(f.kind, f.ranks, f.where, f.since, step),
-            severity=f.severity,
-            effects=f.effects,
-            cause=cause,
-            family=f.family,
-        )
-
-
 class Episodes:
-    """Follow the faults that are open.
-
-    Args:
-        rate: stated false alarms per million steps, for the odds of events that chance may raise.
-    """
+    """Follow the faults that are open; ``rate``: stated false alarms per million steps, for the odds of events."""
 
     def __init__(self, rate: float = 1.0) -> None:
         self._rate = rate
-        self._active: dict[str, _Episode] = {}
+        self._active: dict[str, OpenFault] = {}
         self._returns: dict[str, int] = {}
-        self._told: list[OpenFault] = []
+        self._told: list[tuple[str, OpenFault]] = []  # those that are found elsewhere
 
     def told(self, event: Event) -> None:
         """Take in an open fault that another part of the observer has found: later findings may follow from it."""
-        kind, where = event.kind, event.where
+        kind, where, since = event.kind, event.where, event.step
         effects = effects_of_settings(kind, where)
-        self._told.append(OpenFault(f"told {kind}", kind, event.severity, event.ranks, where, event.step, effects))
+        fault = OpenFault(kind, event.ranks, where, since, since, severity=event.severity, effects=effects)
+        self._told.append((f"told {kind}", fault))
 
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """Return the events of this step, given everything that is wrong at this step."""
@@ -203,8 +179,9 @@ class Episodes:
         for key, finding in present.items():
             episode = self._active.get(key)
             if episode is None:
-                cause = cause_of(finding, self._open(), step)
-                self._active[key] = _Episode.of(finding, step, None if cause is None else cause.key)
+                causes = [(name, fault) for name, fault in self._open() if _explains(name, fault, finding, step)]
+                name, cause = min(causes, key=lambda one: one[1].since, default=(None, None))
+                self._active[key] = OpenFault.of(finding, step, name)
                 events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
                 continue
             episode.last_seen, episode.absent = step, 0
@@ -217,7 +194,7 @@ class Episodes:
                 episode.next_reminder *= 2
                 same = replace(finding, where=episode.where)  # of the replicas, more tensors differ by and by
                 reminder = self._event(step, same, f"Still, since step {episode.since}: ", "ongoing")
-                is_open = episode.cause is not None and episode.cause in {fault.key for fault in self._open()}
+                is_open = episode.cause in {name for name, _ in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)
         for key, episode in list(self._active.items()):
             if key in present:
@@ -244,19 +221,15 @@ class Episodes:
         """Return the finding's key, or that of an open fault of which it is another explanation."""
         if finding.key in self._active or not finding.family:
             return finding.key
-        alike = [
-            (key, one) for key, one in self._active.items() if (one.family, one.kind) == (finding.family, finding.kind)
-        ]
-        return next((key for key, one in alike if one.ranks and set(finding.ranks) <= set(one.ranks)), finding.key)
+        for key, one in self._active.items():
+            alike = (one.family, one.kind) == (finding.family, finding.kind)
+            if alike and one.ranks and set(finding.ranks) <= set(one.ranks):
+                return key
+        return finding.key
 
-    def _open(self) -> list[OpenFault]:
+    def _open(self) -> list[tuple[str, OpenFault]]:
         """Return the faults that may be causes: those of :meth:`told`, then open ones that follow from no other."""
-        own = (
-            OpenFault(key, one.kind, one.severity, one.ranks, one.where, one.since, one.effects)
-            for key, one in self._active.items()
-            if one.cause is None
-        )
-        return [*self._told, *own]
+        return [*self._told, *((key, one) for key, one in self._active.items() if one.cause is None)]
 
     def _follows(self, step: int, finding: Finding, cause: OpenFault) -> Event:
         """Return the event of a consequence: in full, as an ``info``."""
@@ -271,38 +244,23 @@ class Episodes:
     def _event(self, step: int, finding: Finding, prefix: str, phase: Phase = "started") -> Event:
         f = finding
         step, message = step if f.step is None else f.step, prefix + f.message
-        told = Event(
-            step,
-            f.kind,
-            f.severity,
-            f.ranks,
-            f.where,
-            f.score,
-            f.threshold,
-            message,
-            f.remedy,
-            effect=f.effect,
-            phase=phase,
-        )
+        place = f.ranks, f.where, f.score, f.threshold
+        told = Event(step, f.kind, f.severity, *place, message, f.remedy, effect=f.effect, phase=phase)
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 
     def start(self, step: int, finding: Finding) -> list[Event]:
         """Return the event of one finding after the last step; none if the fault is open already."""
         if finding.key in self._active:
             return []
-        self._active[finding.key] = _Episode.of(finding, step)
+        self._active[finding.key] = OpenFault.of(finding, step)
         return [self._event(step, finding, "")]
-
-    def active(self, kind: EventKind) -> bool:
-        """Whether a fault of this kind is going on."""
-        return any(episode.kind == kind for episode in self._active.values())
 
     def state_dict(self) -> dict[str, Any]:
         return {"active": {key: asdict(episode) for key, episode in self._active.items()}, "returns": self._returns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._active = {
-            key: _Episode(**{**episode, "ranks": tuple(episode["ranks"]), "effects": tuple(episode.get("effects", ()))})
-            for key, episode in state["active"].items()
-        }
+        self._active = {}
+        for key, fault in state["active"].items():
+            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault.get("effects", ()))}
+            self._active[key] = OpenFault(**fault | tuples)
         self._returns = dict(state["returns"])

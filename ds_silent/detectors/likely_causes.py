@@ -146,11 +146,7 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
 
 
 def in_words(seen: Symptoms, other: str | None = None) -> str:
-    """The numbers, in one line.
-
-    Args:
-        other: the name of the only other rank, where there is one.
-    """
+    """The numbers, in one line; ``other``: the name of the only other rank, where there is one."""
     theirs, them = ("theirs", "them") if other is None else (f"that of {other}", "it")
     told, either = [], " or as many times less" if seen.spread else ""
     if seen.loss is not None:

@@ -53,15 +53,7 @@ _ROUNDING = 1e-9  # of a score at the cap of a single rate, which is an alarm
 
 
 class RepeatTest(Detector):
-    """Follow each rank's own repeats.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms.
-
-    Attributes:
-        attributed: repeats of the newest step by ranks that these speak against.
-        scores: the largest of the ranks' scores at the newest step, if rows are known.
-    """
+    """Follow each rank's own repeats; ``attributed``: those of the newest step by ranks that these speak against."""
 
     key = "repeats"
     stored = ("evidence", "lately", "since")
@@ -129,15 +121,7 @@ def rate_of_others(repeats: Array, rows: Array) -> Array:
 
 
 class OrderTest(Detector):
-    """Follow the coverage of one run.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms.
-        repeats: weighs the rows that single ranks take again.
-
-    Attributes:
-        scores: what was weighed at the newest step, if anything.
-    """
+    """Follow the coverage of one run; ``repeats`` weighs the rows that single ranks take again."""
 
     key = "order"
 
@@ -262,16 +246,7 @@ def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:
 
 
 class SameOrderTest(Detector):
-    """Report an order that comes again, as :mod:`ds_silent.measure.row_tracker` sees it.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms.
-        words: for the remedy.
-        repeats: weighs the rows that single ranks take again.
-
-    Attributes:
-        scores: the odds at the newest step, where a pass has ended there.
-    """
+    """Report an order that comes again, as :mod:`ds_silent.measure.row_tracker` sees it."""
 
     key = "same_order"
     stored = ("since", "score", "rows", "promised")

@@ -31,7 +31,7 @@ import numpy as np
 
 from ds_silent.config import EffectsConfig
 from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
-from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast, Strongest
+from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
 from ds_silent.detectors.effects import Flag, Weigher
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
@@ -54,20 +54,10 @@ _MEANING = {
 _SPREAD = "a {where} further from the others' than theirs are from each other, above or below (given its tokens)"
 _OTHERS = {"against": "the others", "theirs": "theirs do"}
 _OWN_PAST = {"against": "before", "theirs": "before"}
-_AT_ONCE = "a far {size} {where} {against}, {when}: no noise explains it"
 
 
 class OutlierTest:
-    """Follow the ranks of one run.
-
-    Args:
-        ranks: N, at least 2.
-        log_threshold: log A of the mean number of measured steps between false alarms of this detector.
-        words: for the likely causes.
-        sizes: effects below which a finding is a note.
-        scores: at the newest step, the largest of the ranks' scores and those of ``at_once``.
-        notes: at the newest step, changes that rows may have caused.
-    """
+    """Follow the ranks of one run."""
 
     def __init__(self, ranks: int, log_threshold: float, words: Words = TORCH, sizes: EffectsConfig | None = None):
         self.scores: tuple[Score, ...] = ()
@@ -176,7 +166,10 @@ class OutlierTest:
             return
         onset, where, series = found.onset, found.statistic, found.series
         flag = Flag(where, onset.step, onset.sign, onset.component, float(score[rank]), self._threshold, series=series)
-        flag.own_past, flag.spread, flag.meaning = own_past, found.spread, meaning_of(found, own_past)
+        meaning = (_SPREAD if found.spread else _MEANING[where, onset.sign]).format(
+            where=where, **(_OWN_PAST if own_past else _OTHERS)
+        )
+        flag.own_past, flag.spread, flag.meaning = own_past, found.spread, f"{meaning}, since about step {onset.step}"
         self._set_apart(step, rank, flag, healthy)
         test.forget(healthy & (~self._only(rank)))  # they were compared with a faulty rank
 
@@ -213,7 +206,9 @@ class OutlierTest:
         component, own_past = strongest_tilt(apart.sign), not self._random
         flag = Flag(apart.quantity, apart.since, apart.sign, component, apart.score, apart.threshold, own_past=own_past)
         flag.severity = "error" if self._random else None  # None: its size decides
-        flag.meaning, flag.when = at_once_in_words(apart, step, bool(self._random))
+        flag.when = "at this step" if apart.since == step else f"since step {apart.since}"
+        size, against = "larger" if apart.sign > 0 else "smaller", "before" if own_past else "all others"
+        flag.meaning = f"a far {size} {apart.quantity} than {against}, {flag.when}: no noise explains it"
         self._set_apart(step, apart.rank, flag, healthy)
 
     def _weigh_again(self, step: int) -> None:
@@ -261,27 +256,8 @@ def _column(values: Sequence[float] | None, ranks: int) -> Array:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def meaning_of(found: Strongest, own_past: bool) -> str:
-    """Describe a lasting difference, and since when."""
-    meaning = _SPREAD if found.spread else _MEANING[found.statistic, found.onset.sign]
-    meaning = meaning.format(where=found.statistic, **(_OWN_PAST if own_past else _OTHERS))
-    return f"{meaning}, since about step {found.onset.step}"
-
-
-def at_once_in_words(apart: StandsOut, step: int, random: bool) -> tuple[str, str]:
-    """Describe a difference that no noise explains, and when it was."""
-    when = "at this step" if apart.since == step else f"since step {apart.since}"
-    against = "than all others" if random else "than before"
-    size = "larger" if apart.sign > 0 else "smaller"
-    return _AT_ONCE.format(size=size, where=apart.quantity, against=against, when=when), when
-
-
 def message_of(rank: int, flag: Flag, random: bool) -> str:
-    """Return a flagged rank's sentences.
-
-    Args:
-        random: whether rows are dealt at random.
-    """
+    """Return a flagged rank's sentences; ``random``: whether rows are dealt at random."""
     ranks, since = tuple(flag.ranks), flag.since
     if len(ranks) == 2 and (flag.severity != "info" or random):
         when = flag.when or f"since about step {since}"
@@ -317,7 +293,5 @@ def finding_of(rank: int, flag: Flag, random: bool) -> Finding:
     assert flag.severity is not None
     key, message, remedy = f"outlier-rank:{rank}", message_of(rank, flag, random), f"Look at {flag.look_at}."
     ranks, where, score, threshold = tuple(flag.ranks), flag.where, flag.score, flag.threshold
-    found = Finding(
-        key, "outlier-rank", flag.severity, ranks, where, score, threshold, message, remedy, flag.since, guess=flag.why
-    )
-    return replace(found.by_chance(), effect=flag.effect)
+    found = Finding(key, "outlier-rank", flag.severity, ranks, where, score, threshold, message, remedy, flag.since)
+    return replace(found.by_chance(), effect=flag.effect, guess=flag.why)

@@ -60,14 +60,7 @@ SURE = 3.0  # standard errors; smaller moves of the level do not count
 
 
 class OwnPast(Stored):
-    """Follow each rank's past over one window.
-
-    Args:
-        series: S, statistics that are followed side by side.
-        ranks: N.
-        window: W, steps.
-        smallest: (S,) moves of an offset that are always allowed.
-    """
+    """Follow each rank's past over a window of W steps; ``smallest``: (S,) moves of an offset, always allowed."""
 
     stored = (
         *("mean", "drift", "square", "count"),
@@ -125,13 +118,9 @@ class OwnPast(Stored):
         floor = RESOLUTION * np.maximum(np.abs(np.nan_to_num(values)), RESOLUTION)
         return np.asarray(np.maximum(np.sqrt(square), floor))
 
-    def _walk(self) -> Array:
-        """Return (S,) the standard deviation of the ranks' drifts, less what noise explains."""
-        return np.asarray(np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0)))
-
     def _expected(self, level: Array) -> Array:
         """Return (S,) how far offsets may move in health: as before, faster if all move faster, at once if all jump."""
-        walk = WALKS * self._walk()
+        walk = WALKS * np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0))
         usual = np.maximum(np.sqrt(self._level_moves), RESOLUTION)
         now = self._beyond_noise(self._level[0], self.window)
         jump = np.maximum(np.abs(level - self._level[2]) - SURE * np.sqrt(self._level_square), self._sudden)

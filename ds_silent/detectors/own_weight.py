@@ -28,15 +28,7 @@ RECENT = 64  # steps whose weights are averaged
 
 
 class OwnWeightTest(Detector):
-    """Follow the ranks of one run, once they know their own weights.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms of this detector.
-        words: for the remedy.
-
-    Attributes:
-        scores: the largest score of the newest step.
-    """
+    """Follow the ranks of one run, once they know their own weights."""
 
     key = "own_weight"
 
@@ -91,22 +83,17 @@ class OwnWeightTest(Detector):
 
     def standing(self) -> list[Finding]:
         """What is flagged."""
-        return [self._finding(rank, flag) for rank, flag in self._flagged.items()]
+        return [self._finding(rank, **flag) for rank, flag in self._flagged.items()]
 
-    def _finding(self, rank: int, flag: dict[str, Any]) -> Finding:
+    def _finding(self, rank: int, since: int, score: float, numbers: str) -> Finding:
         message = (
             f"The gradient of rank {rank} does not count once in the aggregate since about step "
-            f"{flag['since']}: {flag['numbers']}, on average over the last steps. In a single step rounding hides it."
+            f"{since}: {numbers}, on average over the last steps. In a single step rounding hides it."
         )
-        key, where, score, remedy = (
-            f"own-weight:{rank}",
-            "aggregated gradient",
-            flag["score"],
-            distrust(self._words, (rank,)),
-        )
-        return Finding(
-            key, "aggregation-error", "error", (rank,), where, score, self._threshold, message, remedy, flag["since"]
-        ).by_chance()
+        key, where, remedy = f"own-weight:{rank}", "aggregated gradient", distrust(self._words, (rank,))
+        limit, ranks = self._threshold, (rank,)
+        found = Finding(key, "aggregation-error", "error", ranks, where, score, limit, message, remedy, since)
+        return found.by_chance()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return JSON values; None where no weights have come yet."""

@@ -18,21 +18,11 @@ NOTED_AGAIN = 256
 
 
 class RankComparison(Detector):
-    """Report of each rank its whole gradient or a layer, whichever was found first.
-
-    Args:
-        log_threshold: log of the mean number of measured steps between false alarms of each of the two.
-        words: for the likely causes.
-        sizes: below which a finding is a note.
-        alike: whether ranks can be compared at all.
-
-    Attributes:
-        outlier, layers: the two tests; None until the number of ranks is known.
-    """
+    """Report of each rank its whole gradient or a layer, whichever was found first."""
 
     def __init__(self, log_threshold: float, words: Words, sizes: EffectsConfig, alike: bool = True):
         self._log_threshold, self._words, self._sizes, self._alike = log_threshold, words, sizes, alike
-        self.outlier: OutlierTest | None = None
+        self.outlier: OutlierTest | None = None  # both: until the number of ranks is known
         self.layers: LayerTest | None = None
         self._noted: dict[int, int] = {}  # when a rank's rows were last noted
         self._layers_first: set[int] = set()  # ranks of which a layer was named, and not the whole gradient
@@ -63,11 +53,7 @@ class RankComparison(Detector):
         return self.outlier, self.layers
 
     def _one_of_each(self, whole: list[Finding], layers: list[Finding], untrained: set[int]) -> list[Finding]:
-        """Return one finding per rank, and all notes.
-
-        Args:
-            untrained: ranks some of whose parameters have no gradient; that is said already.
-        """
+        """Return one finding per rank, and all notes; of ``untrained`` ranks a missing gradient is reported."""
         notes = [finding for finding in whole if finding.severity == "info"]
         outliers = [finding for finding in whole if finding.severity != "info"]
         by_whole = {rank for finding in outliers for rank in finding.ranks}
@@ -88,14 +74,14 @@ class RankComparison(Detector):
                 new.append(note)
         return new
 
-    def save(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "outlier": None if self.outlier is None else self.outlier.state_dict(),
             "layers": None if self.layers is None else self.layers.state_dict(),
             "layers_first": sorted(self._layers_first),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.outlier = None
         if state["outlier"] is not None:
             outlier, layers = self._begin(state["outlier"]["ranks"])

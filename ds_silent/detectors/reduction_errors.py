@@ -14,8 +14,7 @@ from dataclasses import replace
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
-from ds_silent.maths.causes import Cause
-from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.causes import Cause, MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Score, StepRecord
@@ -35,11 +34,7 @@ _REPEATED = (
 
 
 class ReductionErrors(Detector):
-    """Report what is wrong with a step's aggregate, and with what an optimizer applied.
-
-    Args:
-        words: the framework's, for the remedies.
-    """
+    """Report what is wrong with a step's aggregate, and with what an optimizer applied."""
 
     def __init__(self, words: Words = TORCH):
         self._words = words
@@ -117,11 +112,6 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
     return [Event(applied.step, "gradient-changed", "info", (), APPLIED, None, None, message, remedy)]
 
 
-def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
-    """Find replicas that differ in a comparison."""
-    return [_drift(record, groups, drift)] if len(groups) > 1 else []
-
-
 def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCheck, words: Words) -> Finding:
     cause, layers, received = seen.cause, seen.layers, seen.received
     error, bound = check.relative_error, check.rounding_bound
@@ -167,23 +157,18 @@ def _micro_batches(
         for weight in sorted({rounded_weight(weight) for weight in off.values()}):
             alike = tuple(rank for rank in off if rounded_weight(off[rank]) == weight)
             groups.setdefault((alike, weight), []).append(micro_batch + 1)
-    told: list[str] = []
-    blamed: set[int] = set()
+    told = []
     for (ranks, weight), numbers in groups.items():
-        whose = named(ranks, everybody)
-        told.append(
-            f"{numbers_text(numbers)} of {whose} {'did not enter' if weight == 0.0 else f'entered {weight:.1f} times'}"
-        )
-        blamed |= set(ranks)
+        entered = "did not enter" if weight == 0.0 else f"entered {weight:.1f} times"
+        told.append(f"{numbers_text(numbers)} of {named(ranks, everybody)} {entered}")
+    blamed = {rank for ranks, _ in groups for rank in ranks}
     where = layers_text(found.layers, layers)
     shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")
     message = f"Of the {count} micro-batches of step {found.step}, by their own sketches, in {where}: {shown}."
     guilty = () if len(blamed) == everybody else tuple(sorted(blamed))
-    key = f"integrity micro-batches {where}"
+    key, remedy = f"integrity micro-batches {where}", distrust(words, guilty)
     error, bound = check.relative_error, check.rounding_bound
-    return Finding(
-        key, "aggregation-error", "error", guilty, where, error, bound, message, distrust(words, guilty), found.step
-    )
+    return Finding(key, "aggregation-error", "error", guilty, where, error, bound, message, remedy, found.step)
 
 
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
@@ -198,10 +183,9 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
     if seen.changed:
         message += " The script has changed the gradient since the reduction, so the difference may be its own."
         remedy = f"Look first for code that changes gradients on some ranks only. If there is none: {remedy}"
-    key, apart = f"integrity received {where}", ("replica-drift",)
-    return Finding(
-        key, "aggregation-error", "error", odd, where, None, None, message, remedy, record.step, effects=apart
-    )
+    key = f"integrity received {where}"
+    found = Finding(key, "aggregation-error", "error", odd, where, None, None, message, remedy, record.step)
+    return replace(found, effects=("replica-drift",))
 
 
 def _handed(step: int, factors: tuple[float, ...]) -> Finding:
@@ -211,9 +195,9 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
     odd = outvoted(groups)
     those = "; ".join(f"{named(group, len(factors))} applied {shown[group[0]]} times" for group in groups[:4])
     message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
-    key, apart = "integrity handed", ("replica-drift",)
-    found = Finding(key, "aggregation-error", "error", odd, APPLIED, None, None, message, SCALED_UNLIKE, step)
-    return replace(found, step=step, effects=apart)
+    key, remedy = "integrity handed", SCALED_UNLIKE
+    found = Finding(key, "aggregation-error", "error", odd, APPLIED, None, None, message, remedy, step, step)
+    return replace(found, effects=("replica-drift",))
 
 
 def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
@@ -222,8 +206,8 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
     def add(key: str, ranks: tuple[int, ...], score: float | None, bound: float | None, text: str, remedy: str) -> None:
         message, step = f"{text} (step {seen.step})", seen.step
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
-        found = Finding(key, "aggregation-error", "error", ranks, APPLIED, score, bound, message, remedy, step)
-        findings.append(replace(found, step=step, effects=apart))
+        found = Finding(key, "aggregation-error", "error", ranks, APPLIED, score, bound, message, remedy, step, step)
+        findings.append(replace(found, effects=apart))
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
@@ -272,9 +256,17 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
     return findings
 
 
-def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
+def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
+    """Find replicas that differ in a comparison."""
+    if len(groups) < 2:
+        return []
     odd = outvoted(groups)
-    message = f"The replicas hold different bits: {versions_text(groups, odd, record.world_size)}"
+    if odd:
+        versions = f"{named(odd, record.world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
+    else:
+        shown = "; ".join(named(group) for group in groups[:4])
+        versions = f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
+    message = f"The replicas hold different bits: {versions}"
     where, since = "replica", record.step
     if drift is not None and drift.names:
         where = listed(drift.names, SHOWN_LAYERS)
@@ -282,19 +274,15 @@ def _drift(record: StepRecord, groups: Parts, drift: Drift | None) -> Finding:
         if drift.since is not None:
             since = max(drift.since, 0)
             first = since if drift.earliest is None else drift.earliest
+            which = f"one of those of steps {first} to {since}" if first else f"that of step {since} or an earlier one"
             if first == since:
                 which = f"that of step {since}"
-            else:
-                which = (
-                    f"one of those of steps {first} to {since}" if first else f"that of step {since} or an earlier one"
-                )
             message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
         "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
     )
-    key = f"replicas {groups}"
-    return Finding(key, "replica-drift", "error", odd, where, None, None, message, remedy, since)
+    return [Finding(f"replicas {groups}", "replica-drift", "error", odd, where, None, None, message, remedy, since)]
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -358,13 +346,6 @@ def who_received(groups: Parts, world_size: int) -> str:
     if odd:
         return f"{named(odd, world_size).capitalize()} received something else than the other {world_size - len(odd)}."
     return f"There are {len(groups)} versions among {world_size} ranks, and none of them has a majority."
-
-
-def versions_text(groups: Parts, odd: tuple[int, ...], world_size: int) -> str:
-    if odd:
-        return f"{named(odd, world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
-    shown = "; ".join(named(group) for group in groups[:4])
-    return f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
 
 
 def layers_text(wrong: tuple[int, ...], layers: tuple[str, ...]) -> str:

@@ -79,7 +79,9 @@ class Recent:
         past, past_peers = self._directions(older, rank, peers)
         healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
         noise = _cosine_noise(healthy, peers)
-        counts = {index: _count(newer[:, index], rank, peers) for index in (_ROWS, _TOKENS, _MICRO)}
+        counts: dict[str, Any] = {}
+        for name, index in (("rows", _ROWS), ("label_tokens", _TOKENS), ("micro_batches", _MICRO)):
+            counts[name], counts[f"peers_{name}"] = _count(newer[:, index], rank, peers)
         return Symptoms(
             loss=loss,
             norm=norm,
@@ -87,12 +89,7 @@ class Recent:
             peers_cosine=peers_cosine,
             past_cosine=past,
             past_peers_cosine=past_peers,
-            rows=counts[_ROWS][0],
-            peers_rows=counts[_ROWS][1],
-            label_tokens=counts[_TOKENS][0],
-            peers_label_tokens=counts[_TOKENS][1],
-            micro_batches=counts[_MICRO][0],
-            peers_micro_batches=counts[_MICRO][1],
+            **counts,
             ranks=self._ranks,
             loss_noise=loss_noise,
             norm_noise=norm_noise,
@@ -106,26 +103,15 @@ class Recent:
         A ratio is None unless it is FAR times as far as the others are from each other: fewer rows make less.
         """
         rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
-        peers, told = list(others), []
-        for values in (rows[:, _LOSS], rows[:, _NORM]):
+        peers, ratios = list(others), dict[str, Any]()
+        for name, column in (("loss", _LOSS), ("norm", _NORM)):
             with np.errstate(all="ignore"):
-                logs = np.log(values)
-                far = _median(np.abs(logs[:, rank] - np.median(logs[:, peers], axis=1)))
-                theirs = _median(np.abs(logs[:, peers] - np.median(logs[:, peers], axis=1)[:, None]).flatten())
-            told.append(
-                math.exp(far)
-                if far is not None and theirs is not None and far >= max(FAR * theirs, FAR_LEAST)
-                else None
-            )
-        return Symptoms(loss=told[0], norm=told[1], ranks=self._ranks, spread=True)
-
-    def gradual(self, rank: int, others: Sequence[int], since: int, where: str) -> bool:
-        """Whether a statistic of a rank, against the others' median, came to what it is step by step."""
-        return is_gradual(*self._around(rank, others, since, where))
-
-    def beyond(self, rank: int, others: Sequence[int], since: int, where: str) -> float | None:
-        """How far a statistic of a rank, against the others' median, lies outside of what it has been."""
-        return beyond(*self._around(rank, others, since, where))
+                logs = np.log(rows[:, column])
+                apart = np.abs(logs - np.median(logs[:, peers], axis=1)[:, None])
+            far, theirs = _median(apart[:, rank]), _median(apart[:, peers].flatten())
+            if far is not None and theirs is not None and far >= max(FAR * theirs, FAR_LEAST):
+                ratios[name] = math.exp(far)
+        return Symptoms(**ratios, ranks=self._ranks, spread=True)
 
     def norm_moved_alone(self, rank: int, others: Sequence[int], since: int) -> bool:
         """Whether the norm of a rank moved by itself, and farther than the others' losses did."""
@@ -138,7 +124,7 @@ class Recent:
         common = abs(float(np.median(learnt[1:])))
         return moved_alone(norm[before], norm[after], 0, range(1, 1 + len(others)), common)
 
-    def _around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
+    def around(self, rank: int, others: Sequence[int], since: int, where: str) -> tuple[Array, Array]:
         """Return a rank's values less the others' median, before ``since`` and from then on, where they are known."""
         at, values = self._over_time(STATISTICS.index(where), [rank, *others])
         apart = values[:, 0] - np.median(values[:, 1:], axis=1)

@@ -35,8 +35,6 @@ def exact_gram(
     Products and sums are fp32 and elementwise, so that no reduced-precision matrix mode of the user applies.
 
     Args:
-        fill: see :data:`Fill`.
-        numel: D, the same on every rank.
         memory_mb: bound of the extra memory in MiB; smaller means more rounds.
         local, collective: of a :class:`~ds_silent.distributed.guard.CollectiveGuard`: no error leaves a rank waiting.
 

@@ -305,16 +305,16 @@ def _completed(record: Arrived, later: Arrived) -> Arrived:
 
 
 def _late_in(later: Gathered) -> Late:
-    assert isinstance(later.directions, Sums)
-    said = later.directions.of_before
+    assert later.sums is not None
+    said = later.sums.of_before
     weights = None if said is None else Weights(1.0 + said[:, 0], said[:, 1])
     layers = None if said is None or said.shape[1] == 2 else said[:, 2:]
     return Late(later.local.late_cosine, weights, layers)
 
 
 def _with_late(record: Gathered, late: Late) -> Gathered:
-    assert isinstance(record.directions, Sums)
-    return replace(record, directions=replace(record.directions, late=late))
+    assert record.sums is not None
+    return replace(record, directions=replace(record.sums, late=late))
 
 
 def make_exchange(layout: Layout, group: dist.ProcessGroup, device: torch.device, total: float = 1.0) -> Exchange:

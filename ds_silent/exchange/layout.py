@@ -28,7 +28,7 @@ from ds_silent.exchange.observation import (
     on_all,
 )
 from ds_silent.exchange.row_ids import ROW_NUMBERS
-from ds_silent.maths.micro_batches import LARGEST
+from ds_silent.maths.causes import LARGEST
 from ds_silent.maths.mixing import WORDS, words_of
 from ds_silent.maths.sketch import fold
 
@@ -95,11 +95,6 @@ class Layout:
         return self.layers if self.pairs else 0
 
     @property
-    def vectors(self) -> int:
-        """All of :attr:`parts` but the scalars."""
-        return sum(self.parts[1:])
-
-    @property
     def parts(self) -> list[int]:
         """Lengths of scalars, local sketch, aggregate's sketch, both per layer, Gram matrix, and sampled weights."""
         of_layers = self.layers * self.layer_size
@@ -109,7 +104,7 @@ class Layout:
     @property
     def row(self) -> int:
         """Numbers that a rank says of itself: with all its sketches, or those of the pairs alone."""
-        return self.scalars + (self.vectors if self.gathers else self.pairs)
+        return sum(self.parts) if self.gathers else self.scalars + self.pairs
 
     @property
     def sums(self) -> list[int]:

@@ -148,7 +148,7 @@ class Observation:
     layer_aggregates: Tensor | None = None  # (L, k) of the owned part of the aggregate; sent folded
     hashes: Tensor | None = None  # int64 (H,) bit hashes, see ds_silent.kernels.checksums
     rows: Tensor | None = None  # the hash of the step's rows, see ds_silent.exchange.row_ids
-    weights: Tensor | None = None  # this rank's part of the sampled weights, see ds_silent.capture.weight_samples
+    weights: Tensor | None = None  # this rank's part of the sampled weights, see ds_silent.capture.traced
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,11 @@ class Gathered:
     def each(self) -> EachRank | None:
         """What there is of each rank's direction."""
         return self.directions if isinstance(self.directions, EachRank) else None
+
+    @property
+    def sums(self) -> Sums | None:
+        """What there is of all ranks' directions together, where they stay with the ranks."""
+        return self.directions if isinstance(self.directions, Sums) else None
 
 
 _KINDS: tuple[Any, ...] = (Status, Wishes, Loss, Local, Reduced, Applied, Code, Objective)

@@ -100,19 +100,9 @@ class StepIds:
     rate: float = 1.0  # share of the rows in the sample
 
     @property
-    def per_rank(self) -> tuple[Ids, ...]:
-        """Each rank's ids, in the order in which it visited them."""
-        return tuple(np.split(self.values, np.cumsum(self.counts)[:-1]))
-
-    @property
     def counts(self) -> Ids:
         """(N,) ids that each rank has sent."""
         return np.bincount(self.owners, minlength=len(self.taken)).astype(np.int64)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """:attr:`taken`."""
-        return tuple(self.taken.tolist())
 
     @property
     def complete(self) -> bool:
@@ -211,11 +201,7 @@ def _unpack_sample(values: npt.NDArray[np.float64], sampling: Sampling) -> StepI
 
 
 def hash_rows(ids: Sequence[Tensor], told: bool, device: torch.device) -> Tensor:
-    """Return a rank's part, fp32 (ROW_NUMBERS,) on ``device``: how many, whether the script told the ids, their hash.
-
-    Args:
-        ids: int64, of the step's micro-batches.
-    """
+    """Return a rank's part, fp32 (ROW_NUMBERS,): how many rows, whether the script told their ids, their hash."""
     hashed = torch.zeros(ROW_NUMBERS, dtype=torch.float32, device=device)
     if ids:
         total = torch.stack([mixed(part.to(torch.int64) + signed(GOLDEN)).sum() for part in ids]).sum()
@@ -226,11 +212,7 @@ def hash_rows(ids: Sequence[Tensor], told: bool, device: torch.device) -> Tensor
 
 
 def all_rows(hashed: Tensor) -> tuple[int, str, bool] | None:
-    """Return how many rows there are, their hash, and whether the scripts told their ids; None where it is not known.
-
-    Args:
-        hashed: (N, ROW_NUMBERS) on the host, of all ranks.
-    """
+    """Return how many rows all ranks hold, their hash, and whether scripts told their ids; None where not known."""
     values = hashed.double().numpy()
     if values.shape[1] != ROW_NUMBERS or not np.isfinite(values).all() or (values < 0).any():
         return None

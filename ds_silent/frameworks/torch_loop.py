@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.capture.batch_rows import batch_tensors
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
-from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
 from ds_silent.frameworks import torch_common

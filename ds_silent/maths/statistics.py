@@ -36,8 +36,10 @@ def loss_stats(losses: Tensor | None) -> LossStats:
     return LossStats(mean, std, spread, tuple(losses.tolist()))
 
 
-def norm_stats(norms: Tensor, method: Method, aggregated: float | None) -> GradNormStats:
-    """Gradient-norm dispersion over the ranks; (N,) float64 L2 norms before aggregation."""
+def norm_stats(norms: Tensor | None, method: Method, aggregated: float | None) -> GradNormStats:
+    """Gradient-norm dispersion over the ranks; (N,) float64 L2 norms before aggregation, None when not known."""
+    if norms is None:
+        return GradNormStats(aggregated=aggregated)
     mean, std, spread = dispersion(norms)
     cv = std / mean if mean != 0.0 else math.nan  # all ranks without gradient: no relative spread exists
     return GradNormStats(method, mean, std, cv, spread, aggregated, tuple(norms.tolist()))

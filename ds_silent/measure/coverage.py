@@ -112,16 +112,6 @@ class EpochCoverage:
         """Count the rows that were visited in this epoch, each as often as it came."""
         return self._visits
 
-    @property
-    def exact(self) -> bool:
-        """Tell whether every row is kept."""
-        return self._level == 0
-
-    @property
-    def rate(self) -> float:
-        """Return the share of the rows that are kept."""
-        return float(2.0**-self._level)
-
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Tell which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
         hashes = mixed_ids(ids)
@@ -177,11 +167,7 @@ class EpochCoverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, with the capacity that it was made with.
-
-        Raises:
-            ValueError: it is damaged; nothing has changed then.
-        """
+        """Continue from :meth:`state_dict`, with its capacity; a damaged one raises ValueError and changes nothing."""
         try:
             capacity, level, visits, rows = (int(state[key]) for key in ("capacity", "level", "visits", "rows"))
             known = int(state.get("known", visits))  # older versions had no samples

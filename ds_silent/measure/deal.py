@@ -1,7 +1,7 @@
 """Find out whether rows are dealt to the ranks at random in each epoch, or each rank takes its own again.
 
     follower = DealFollower()
-    follower.take(values, owners, ranks)                              # the rows of an observation, if known
+    follower.rows.step(values, owners, ranks)                         # the rows of an observation, if known
     follower.step(words, deal, samples, step_rows, rows_in_epoch)     # DataDealt("random", by="...")
 
 *By the samplers*, from the first step on: all ranks must say the same. Each sends a hash of the order that its sampler
@@ -39,44 +39,23 @@ _ALWAYS, _MOSTLY = 0.99, 0.75
 
 
 class DealFollower:
-    """Follow the deal, on the writing rank.
-
-    Attributes:
-        newest: the deal as known at the newest step.
-        declared: the deal as the user states it, which stands; None: not stated.
-        own_again: among the newest observation's rows that came before, the share that the same rank had taken; None
-            without such rows.
-    """
+    """Follow the deal, on the writing rank."""
 
     def __init__(self) -> None:
-        self.newest = DataDealt()
-        self.declared: DataDealt | None = None
+        self.newest = DataDealt()  # as known at the newest step
+        self.declared: DataDealt | None = None  # as the user states it, which stands
         self._word = 0.0  # of all samplers; ``_since``: rows taken when it came
         self._since = 0
-        self._rows = RowOwners()
-
-    @property
-    def own_again(self) -> float | None:
-        return self._rows.own_again
-
-    def take(self, values: Ids, owners: Ids, ranks: int) -> None:
-        """Take in all ranks' rows or a sample of them, each row's rank; each rank's in order."""
-        self._rows.step(values, owners, ranks)
+        self.rows = RowOwners()  # which rank took which row
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
-        """Take in one measured step.
-
-        Args:
-            words: (N,) hash from each rank.
-            deal: what this rank's sampler says.
-            samples: rows that all ranks have taken, with this step's ``step_rows``.
-        """
+        """Take in a step: (N,) hash from each rank, this rank's deal, the rows taken so far with this step's."""
         said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
         self.newest = self.declared or (said if len(words) < 2 else self._by_rows(said, deal))
         return self.newest
 
     def _by_rows(self, said: DataDealt, deal: Deal) -> DataDealt:
-        rows = self._rows
+        rows = self.rows
         if rows.own.decided:
             return said if said.dealt == "own-shard" else DataDealt("own-shard", "rows come again on the rank they had")
         if rows.blocks.decided and said.dealt != "own-shard":
@@ -105,11 +84,11 @@ class DealFollower:
         return DataDealt("random", deal.by)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"word": self._word, "since": self._since, "rows": self._rows.state_dict()}
+        return {"word": self._word, "since": self._since, "rows": self.rows.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._word, self._since = float(state["word"]), int(state["since"])
-        self._rows.load_state_dict(state["rows"])
+        self.rows.load_state_dict(state["rows"])
 
 
 @dataclass
@@ -137,10 +116,6 @@ class RowOwners:
     before, with r = 1/N and q = r + (1 - r) IN_BLOCKS, the evidence for a random deal is (r/q)^x ((1-r)/(1-q))^(M-x):
     under any deal with a share of at least q its expectation is at most 1. The evidence that rows stay with their
     rank, or go from rank to rank in blocks, is (0.99/0.75)^x (0.01/0.25)^(M-x), of rows or of pairs.
-
-    Attributes:
-        random, own, blocks: the evidence for each.
-        own_again: see :class:`DealFollower`.
     """
 
     def __init__(self) -> None:
@@ -148,7 +123,7 @@ class RowOwners:
 
     def _start(self, ranks: int) -> None:
         self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
-        self.own_again: float | None = None
+        self.own_again: float | None = None  # share of the newest rows that came before, which the same rank had taken
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
@@ -157,7 +132,7 @@ class RowOwners:
         self._single = np.full(ranks, -1, dtype=np.int64)  # earlier owner of each rank's newest unpaired row
 
     def step(self, values: Ids, owners: Ids, ranks: int) -> None:
-        """Take in the rows of an observation; see :meth:`DealFollower.take`."""
+        """Take in all ranks' rows of an observation or a sample of them, and each row's rank; each rank's in order."""
         if ranks != self._ranks:
             self._start(ranks)
         self._count += 1
@@ -206,11 +181,7 @@ class RowOwners:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         try:
             hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
             owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")

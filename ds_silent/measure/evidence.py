@@ -17,8 +17,7 @@ from ds_silent.capture.loss_graph import Constants
 from ds_silent.capture.untrained import Unlike
 from ds_silent.distributed.parts import Parts
 from ds_silent.framework import Promise
-from ds_silent.maths.causes import Cause, OwnWeights
-from ds_silent.maths.micro_batches import MicroBatches
+from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.records import Dealt, Repair, Severity
 from ds_silent.replicas.compare import Drift
@@ -79,18 +78,14 @@ def factors_alike(factors: Sequence[float], tolerance: float) -> bool:
 
 @dataclass(frozen=True)
 class ReductionCheck:
-    """The reduction of one step. None: not checked at this step, or it cannot be seen.
-
-    ``handed``: how many times the aggregate each rank's script gave to its optimizer, where they are not alike;
-    ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
-    """
+    """The reduction of one step. None: not checked at this step, or it cannot be seen."""
 
     check: AggregateCheck | None = None
     cause: Cause | None = None  # where the check failed
     received: dict[int, Parts] | None = None  # layer -> ranks by equal bits of the aggregate, where they differ
-    overflows: bool = False
+    overflows: bool = False  # finite fp16 gradients may add up to infinity; the loss scale answers that
     changed: bool = False  # the script has changed it since: a repetition would lose that
-    handed: tuple[float, ...] | None = None
+    handed: tuple[float, ...] | None = None  # times the aggregate that each rank's script hands on, where not alike
 
     @property
     def wrong(self) -> bool:
@@ -146,17 +141,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class OwnPasses:
-    """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent.
+    """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent."""
 
-    Attributes:
-        window: rows since the last measured step, and in the one before.
-        distinct: different rows so far, about.
-        again: of the rows that had come before, whichever rank's, the share that the same rank had taken then.
-    """
-
-    window: tuple[int, ...]
-    distinct: tuple[float, ...]
-    again: float | None = None
+    window: tuple[int, ...]  # rows since the last measured step, and in the one before
+    distinct: tuple[float, ...]  # different rows so far, about
+    again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
 
 
 @dataclass(frozen=True)
@@ -181,11 +170,7 @@ class LayerValues:
 
 @dataclass(frozen=True)
 class LabelWeights:
-    """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it.
-
-    ``promise``: what the wrapper says of it that the loss was handed to; ``trainer``: what the trainer does;
-    ``by_items``: its forwards were given the items of the step to divide by, so that each of its labels counts alike.
-    """
+    """What the labels weigh in each rank's loss, (N,), and what the writing rank makes the root of backward of it."""
 
     totals: npt.NDArray[np.float64]  # of all labels; 1 for a mean over them
     smallest: npt.NDArray[np.float64]  # of one label
@@ -193,9 +178,9 @@ class LabelWeights:
     reductions: frozenset[float]  # of the ranks, see ds_silent.capture.loss_graph
     backwards: frozenset[int]  # numbers of them in this step
     constants: Constants
-    promise: Promise | None = None
-    trainer: Promise | None = None
-    by_items: bool = False
+    promise: Promise | None = None  # of the wrapper that the loss was handed to
+    trainer: Promise | None = None  # of the trainer
+    by_items: bool = False  # its forwards were given the items of the step to divide by: each label counts alike
     passed: float = 1.0  # what multiplies a mean beside the numbers that the graph shows; NaN: not known
     labels: int = 0  # of all ranks
     accumulation: int = 1  # micro-batches of a step, as the script says; the last window of an epoch may have fewer

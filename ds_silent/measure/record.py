@@ -21,7 +21,7 @@ from ds_silent.capture.loaders import Walk
 from ds_silent.capture.loss_graph import Constants
 from ds_silent.capture.objective import NO_OTHERS
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import EachRank, Gathered, Sums, on_all
+from ds_silent.exchange.observation import EachRank, Gathered, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.framework import Promise
 from ds_silent.maths import statistics
@@ -160,7 +160,7 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     if on_all(gathered.reduced.seen):
         aggregated = float(gathered.reduced.squared.sum().sqrt() / scale[0])
     if not on_all(gathered.local.seen):
-        return _Gradients(GradNormStats(aggregated=aggregated), DirectionStats())
+        return _Gradients(statistics.norm_stats(None, "exact", aggregated), DirectionStats())
     norms = gathered.local.squared.sqrt() / scale if gathered.norms_exact else None
 
     if gathered.gram is not None:
@@ -175,10 +175,7 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             _exact_check(gathered.each, direction.mean_cosine),
         )
     if layout.size == 0:  # direction off
-        stats = GradNormStats(aggregated=aggregated)
-        return _Gradients(
-            stats if norms is None else statistics.norm_stats(norms, "exact", aggregated), DirectionStats()
-        )
+        return _Gradients(statistics.norm_stats(norms, "exact", aggregated), DirectionStats())
 
     method: Method = "sketch" if norms is None else "exact"
     if gathered.each is not None:
@@ -193,8 +190,8 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
             cosines,
         )
 
-    sums = gathered.directions
-    assert isinstance(sums, Sums)
+    sums = gathered.sums
+    assert sums is not None
     own = gathered.local.sketch_squared
     norms = own.sqrt() / scale if norms is None else norms
     of_pairs = None if sums.pairs is None else statistics.cosines_of(sums.pairs)
@@ -308,10 +305,8 @@ def _undivided(gathered: Gathered, context: Context) -> Promise | None:
 
 
 def _directions(gathered: Gathered) -> npt.NDArray[np.float64] | None:
-    sums = gathered.directions
-    if not isinstance(sums, Sums) or sums.pairs is not None or not sums.probes.numel():
-        return None
-    return sums.probes.numpy()
+    sums = gathered.sums
+    return sums.probes.numpy() if sums is not None and sums.pairs is None and sums.probes.numel() else None
 
 
 def layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | None:
@@ -328,8 +323,8 @@ def layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | No
         squares = squares if exact else own
     elif not exact:
         return None
-    elif isinstance(gathered.directions, Sums) and gathered.directions.late is not None:
-        known = gathered.directions.late.layer_cosines
+    elif gathered.sums is not None and gathered.sums.late is not None:
+        known = gathered.sums.late.layer_cosines
         cosines = None if known is None else known.numpy()
     return LayerValues(names, squares.log().numpy() / 2.0, cosines)
 

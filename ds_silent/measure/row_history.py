@@ -22,13 +22,10 @@ _BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
 class RecentRows:
     """Remember each rank's newest rows, 8 bytes per row, which a resume forgets: that costs one observation. And 64
     bytes per rank, from which the number of its different rows follows, to about 13 %.
-
-    Attributes:
-        window: rows of each rank that are remembered, those of the newest observation among them.
     """
 
     def __init__(self) -> None:
-        self.window: tuple[int, ...] = ()
+        self.window: tuple[int, ...] = ()  # rows of each rank that are remembered, the newest observation's among them
         self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._counts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._registers: npt.NDArray[np.uint8] = np.empty((0, REGISTERS), dtype=np.uint8)
@@ -79,11 +76,7 @@ class RecentRows:
         return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         try:
             packed = zlib.decompress(base64.b64decode(state["distinct"], validate=True))
             registers = np.frombuffer(packed, dtype=np.uint8).reshape(int(state["ranks"]), REGISTERS)

@@ -47,11 +47,7 @@ WALK_UNKNOWN = Walk()
 
 
 class RowTracker:
-    """Follow the rows of the current epoch over all ranks; constant memory, see :class:`EpochCoverage`.
-
-    Attributes:
-        deal: how rows come to the ranks.
-    """
+    """Follow the rows of the current epoch over all ranks, in constant memory; ``deal``: how they come to the ranks."""
 
     def __init__(self) -> None:
         self.deal = DealFollower()
@@ -96,8 +92,8 @@ class RowTracker:
         of_step = sent.places >= before[sent.owners]
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
-        self.deal.take(sent.values, sent.owners, ranks)
-        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.own_again)
+        self.deal.rows.step(sent.values, sent.owners, ranks)
+        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
@@ -122,7 +118,7 @@ class RowTracker:
             own_rows=tuple(sent.counts.tolist()),
             own_repeats=repeats,
             passes=passes,
-            rows_taken=sent.rows,
+            rows_taken=tuple(sent.taken.tolist()),
             rows_sampled=rate,
             same_order=order,
         )
@@ -184,15 +180,11 @@ class RowTracker:
             place, begins = end, True
 
     def _begins(self, rows: Ids, step_rows: int, rows_in_epoch: int | None, walk: Walk) -> bool:
-        """Tell whether a new epoch begins with the pass of a loader that has just begun.
+        """Tell whether a new epoch begins with ``rows``, the first ones of the pass of a loader that has just begun.
 
         A script that resumes within an epoch makes its loader anew for the rest, so a pass is known by its rows: the
         rest continues the epoch. The epoch's first rows again are trained twice, unless no whole step of it was left,
         or this run breaks off its passes anyway.
-
-        Args:
-            rows: the first ones of the pass.
-            step_rows: of all ranks.
         """
         visits, known = self._epoch.visits, rows_in_epoch is not None and not self._partial
         over = not known or visits - self._before_anew + step_rows > (rows_in_epoch or 0)
@@ -225,11 +217,7 @@ class RowTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         self._epoch.load_state_dict(state["epoch"])
         self._partial, self._resumed = bool(state["partial"]), True
         self._level = int(state.get("level", 0))  # older versions sent all rows

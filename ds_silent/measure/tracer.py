@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import LEFT_OUT, EachRank, Gathered, Sums, on_all
+from ds_silent.exchange.observation import LEFT_OUT, Gathered, on_all
 from ds_silent.exchange.row_ids import all_rows
 from ds_silent.framework import layers_of
 from ds_silent.maths.rounding_bound import step_rounding
@@ -47,11 +47,7 @@ class _Measured:
 
 
 class Tracer:
-    """See the module docstring.
-
-    Attributes:
-        head: of this run; None until the first traced step has ended.
-    """
+    """See the module docstring; ``head``: of this run, None until the first traced step has ended."""
 
     def __init__(self, capture: StepCapture, config: SilentConsistencyConfig, layout: Layout):
         assert config.trace is not None
@@ -69,14 +65,8 @@ class Tracer:
         assert self._config.trace is not None
         framework, counts, ranks = self._capture.framework, self._traced.samples.counts, self._capture.shape.ranks
         names, layers = layers_of(list(framework.names))
-        facts = (
-            framework.names,
-            framework.shapes,
-            framework.parameters,
-            layers,
-            counts,
-            self._traced.order.of_parameters(),
-        )
+        order = self._traced.order.of_parameters()
+        facts = framework.names, framework.shapes, framework.parameters, layers, counts, order
         arithmetic, micro_batches = self._capture.arithmetic, framework.micro_batches * framework.micro_batches_at_once
         self.head = Head(
             interval=self._config.interval * self._config.trace.interval,
@@ -89,8 +79,8 @@ class Tracer:
             layer_size=self._layer_size,
             layers=tuple(map(Layer, names)),
             tensors=tuple(
-                TracedTensor(name, shape, _short(parameter.dtype), layer, samples, order)
-                for name, shape, parameter, layer, samples, order in zip(*facts, strict=True)
+                TracedTensor(name, shape, _short(parameter.dtype), layer, samples, place)
+                for name, shape, parameter, layer, samples, place in zip(*facts, strict=True)
             ),
             sketch_size=self._layout.size,
             settings=self._settings(),
@@ -139,12 +129,12 @@ class Tracer:
         """Return the mean of the ranks' gradients."""
         if not on_all(gathered.local.seen):
             return None
-        scale, directions = gathered.loss.scale, gathered.directions
-        if isinstance(directions, EachRank) and directions.layer_sketches is not None:
-            mean = (directions.sketches / scale[:, None]).mean(0)
-            return self._gradient(mean, (directions.layer_sketches / scale[:, None, None]).mean(0))
-        if isinstance(directions, Sums) and directions.layers is not None:
-            return self._gradient(directions.mean / scale[0], directions.layers / scale[0])
+        scale, each, sums = gathered.loss.scale, gathered.each, gathered.sums
+        if each is not None and each.layer_sketches is not None:
+            mean = (each.sketches / scale[:, None]).mean(0)
+            return self._gradient(mean, (each.layer_sketches / scale[:, None, None]).mean(0))
+        if sums is not None and sums.layers is not None:
+            return self._gradient(sums.mean / scale[0], sums.layers / scale[0])
         return None
 
     def _reduced(self, gathered: Gathered, norm: float | None) -> Gradient | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ds_silent.capture.given_ids import as_ids
+from ds_silent.capture.batch_rows import as_ids
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
@@ -111,7 +111,7 @@ class Observer:
                 set: a list, a tuple, a numpy array or a 1-D tensor, of any integer dtype and on any device.
 
         Raises:
-            TypeError, ValueError: they are something else (:func:`ds_silent.capture.given_ids.as_ids`).
+            TypeError, ValueError: they are something else (:func:`ds_silent.capture.batch_rows.as_ids`).
         """
         ids = as_ids(sample_ids)
         if self._steps.observing:

@@ -125,8 +125,7 @@ class Publisher:
             return False
         if on_any(known.wishes.diagnose):
             guard.agreed(capture.kept.ask)
-        asking = arrived, capture.group, capture.device, guard
-        self.recorder.unlike = (*capture.settings_check.agree(*asking), *capture.breach_check.agree(*asking))
+        self.recorder.unlike = (*capture.settings_check.agree(arrived), *capture.breach_check.agree(arrived))
         parting = parting_of(known, capture.settings_check.differing)
         if guard.agreed(lambda: parting != self._parting):  # it begins or ends
             self._replicas.due = True

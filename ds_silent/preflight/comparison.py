@@ -129,7 +129,6 @@ def compare(
     Args:
         items: what this rank found; the others' lists should be alike, and it is an event when they are not.
         device: of the group's backend; buffers are int32.
-        collective: see :mod:`ds_silent.distributed.guard`.
     """
     kept = collective(lambda: items)  # run again, what the first calls were about
     return compared(kept, EveryRank(group, device, collective))
@@ -210,9 +209,8 @@ class EveryRank:
         pairs = zip(own, speakers, strict=True)
         said = np.stack([_text_slot(text if me == rank else "", size) for text, rank in pairs])
         slots = self._collective(lambda: self._sent(said))  # run again, the buffer that was reduced
-        self._collective(
-            lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group)
-        )  # one number, else zeros
+        # of each slot one rank has the text, and the others zeros
+        self._collective(lambda: dist.all_reduce(slots, op=dist.ReduceOp.SUM, group=self._group))
         return [slot.astype("<i4").tobytes().rstrip(b"\0").decode("utf-8", "ignore") for slot in slots.cpu().numpy()]
 
     def _sent(self, numbers: Hashes) -> torch.Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from ds_silent.device import kind, model_name
+from ds_silent.extras import version_of
 from ds_silent.kernels.launches import choice
 from ds_silent.maths.fingerprint import hash_bytes, shown_hash
 from ds_silent.preflight.items import Item, item_of
@@ -40,15 +40,14 @@ def code_items(packages: Sequence[str] = ()) -> list[Item]:
     """Versions of what computes, the framework's ``packages`` among them, the script, and the revision of the working
     directory."""
     names = (*BELOW, *packages, *ABOVE)
-    items = [item_of(f"{name} version", "code", partial(_version_of, name), severity="warning") for name in names]
-    runtime = f"CUDA {torch.version.cuda}, HIP {getattr(torch.version, 'hip', None)}"
-    return [
-        *items,
-        item_of("Python version", "code", platform.python_version(), severity="warning"),
-        item_of("accelerator runtime", "code", runtime, severity="warning"),
-        item_of("script", "code", _script, severity="warning"),
-        item_of("git revision", "code", lambda: git_revision(Path.cwd()), severity="warning"),
-    ]
+    values: dict[str, str | Callable[[], str]] = {
+        **{f"{name} version": partial(_version_of, name) for name in names},
+        "Python version": platform.python_version(),
+        "accelerator runtime": f"CUDA {torch.version.cuda}, HIP {getattr(torch.version, 'hip', None)}",
+        "script": _script,
+        "git revision": lambda: git_revision(Path.cwd()),
+    }
+    return [item_of(name, "code", value, severity="warning") for name, value in values.items()]
 
 
 def environment_items(environment: Mapping[str, str]) -> list[Item]:
@@ -108,10 +107,7 @@ def _script() -> str:
 
 
 def _version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return version_of(name) or "not installed"
 
 
 def _device_model() -> str:

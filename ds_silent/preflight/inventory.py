@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
 from ds_silent.preflight.environment import code_items, environment_items
 from ds_silent.preflight.items import Expectation, Group, Item, check_item, item_of
-from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of
+from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of, joined
 
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
 
@@ -55,10 +56,6 @@ def _whole(tensor: Tensor) -> bool:
     return False
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(parameter.shape)
-
-
 @dataclass(frozen=True)
 class Training:
     """What a framework shows of one rank's training, before its first step."""
@@ -69,7 +66,7 @@ class Training:
     scheduler: Any = None  # of the learning rate
     config: Callable[[], list[Item]] = list  # items of what the user has configured
     sharded: Callable[[Tensor], bool] = _whole  # whether this rank holds a part of a tensor only
-    shape: Callable[[Tensor], tuple[int, ...]] = _shape  # of the whole parameter
+    shape: Callable[[Tensor], Sequence[int]] = attrgetter("shape")  # of the whole parameter
     packages: tuple[str, ...] = ()  # its own, whose versions are compared
     groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None  # of the optimizers; None: of ``optimizer`` as it is
 
@@ -84,7 +81,6 @@ def local_items(
     """Everything that is compared, of this rank. Waits for the device once, for the hashes of the weights.
 
     Args:
-        training: before its first step.
         sampler: None when nobody knows; then free.
         before: :func:`weights_hash` of the model as the script made it; None when nobody looked.
         ranks: data-parallel ranks N, which the sampler must have shares for.
@@ -139,7 +135,7 @@ def parameter_items(training: Training) -> list[Item]:
     """Which parameters there are, in which order, and which of them are trained."""
     module = training.module
     named = list(module.named_parameters())
-    order = [f"{name} {training.shape(p)} {p.dtype}" for name, p in named]
+    order = [f"{name} {tuple(training.shape(p))} {p.dtype}" for name, p in named]
     frozen = [name for name, p in named if not p.requires_grad]
     first = f" (first: {frozen[0]})" if frozen else ""
     sharded = sum(training.sharded(p) for _, p in named)
@@ -281,7 +277,7 @@ def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
     kinds = "none" if optimizer is None else f"{type(optimizer).__name__}{around}"
 
     def values_of(key: str) -> Callable[[], str]:
-        return lambda: _joined([_plain(group[key]) for group in groups if key in group])
+        return lambda: joined([_plain(group[key]) for group in groups if key in group])
 
     def others() -> str:
         known = {*_HYPER_PARAMETERS, "params"}
@@ -329,9 +325,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-
-
-def _joined(values: Sequence[Any]) -> str:
-    """One value where all parameter groups agree, else all of them."""
-    texts = [json.dumps(value) for value in values]
-    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"

@@ -50,11 +50,7 @@ def item_of(
     expectation: Expectation = "equal",
     severity: Severity = "error",
 ) -> Item:
-    """Make an item of a whole value, its hash, or its reader, which may fail: the item says so then.
-
-    Args:
-        shown: what people are shown instead of the value.
-    """
+    """Make an item of a whole value, its hash, or its reader, which may fail; ``shown``: instead of the value."""
     if callable(value):
         try:
             value = value()

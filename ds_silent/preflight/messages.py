@@ -81,7 +81,8 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
         return f"{_failures(first)} ({ranks_of(first.odd)})."
     more = f" (and {len(found) - 1} more differ in the same way)" if len(found) > 1 else ""
     if first.item.expectation == "different":
-        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, i)}" for i, part in _colliding(first))
+        shared = [(index, part) for index, part in enumerate(first.parts) if len(part) > 1][:3]
+        collide = "; ".join(f"{ranks_of(part)} all have {_shown(first, index)}" for index, part in shared)
         return f"{first.item.name} must differ between ranks, but {collide}{more}."
     values = "; ".join(f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3]))
     if ranks > 3:
@@ -100,10 +101,6 @@ def _failures(one: ItemOutcome) -> str:
     indices = [index for index, part in enumerate(one.parts) if part[0] in odd]
     shown = [_shown(one, index) for index in indices[:3]]
     return "; ".join(shown) + (f"; {len(indices) - 3} more" if len(indices) > 3 else "")
-
-
-def _colliding(one: ItemOutcome) -> list[tuple[int, tuple[int, ...]]]:
-    return [(index, part) for index, part in enumerate(one.parts) if len(part) > 1][:3]
 
 
 def _shown(one: ItemOutcome, index: int) -> str:
@@ -139,25 +136,24 @@ def verdict(one: ItemOutcome) -> str:
     return f"{ranks_of(one.odd)} differ{'s' if len(one.odd) == 1 else ''}" if one.odd else "no agreement"
 
 
-def table(outcome: PreflightOutcome, full: bool = False) -> Table:
-    """What is not as expected, and one row for the rest of each group; with ``full``, a row per item."""
+def table(outcome: PreflightOutcome) -> Table:
+    """What is not as expected, and one row for the rest of each group."""
     drawn = Table("item", title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
     drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
     drawn.add_column("verdict")
     for group in GROUPS:
         members = [one for one in outcome.items if one.item.group == group]
         fine = [one for one in members if one.ok]
-        if fine and not full:
+        if fine:
             verdicts = Counter(verdict(one) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
             drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
-        listed = members if full else [one for one in members if not one.ok]
-        for one in listed if full else listed[:MAX_ROWS]:
-            style = "green" if one.ok else _STYLES[one.item.severity]
-            value = "…" if one.ok and not one.agrees else " | ".join(short_numbers(one.texts))
-            drawn.add_row(Text(one_line(one.item.name)), Text(one_line(value)), Text(verdict(one), style=style))
-        if not full and len(listed) > MAX_ROWS:
-            drawn.add_row(group, f"{len(listed) - MAX_ROWS} more items", "not as expected, see preflight.json")
+        wrong = [one for one in members if not one.ok]
+        for one in wrong[:MAX_ROWS]:
+            name, value = one_line(one.item.name), one_line(" | ".join(short_numbers(one.texts)))
+            drawn.add_row(Text(name), Text(value), Text(verdict(one), style=_STYLES[one.item.severity]))
+        if len(wrong) > MAX_ROWS:
+            drawn.add_row(group, f"{len(wrong) - MAX_ROWS} more items", "not as expected, see preflight.json")
     return drawn
 
 

@@ -12,6 +12,7 @@ have its own. So are names that speak of a rank.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -37,20 +38,13 @@ Holdings = tuple[tuple[str, ...], ...]
 
 
 class Numbers:
-    """The settings of a model's modules.
-
-    Attributes:
-        values: as looked at last, in parts of at most ``WINDOW``.
-    """
+    """The settings of a model's modules; ``values``: as looked at last, in parts of at most ``WINDOW``."""
 
     def __init__(self, module: nn.Module):
         self._layers, _ = layers_of([name for name, _ in module.named_parameters()])
-        self._names: list[tuple[str, str]] = []  # of module and attribute
-        dicts: list[Mapping[str, Any]] = []
-        for name, inner in module.named_modules():
-            for attribute in settings_of(inner):
-                self._names.append((name, attribute))
-                dicts.append(inner.__dict__)
+        modules = dict(module.named_modules())
+        self._names = [(name, attribute) for name, inner in modules.items() for attribute in settings_of(inner)]
+        dicts = [modules[name].__dict__ for name, _ in self._names]
         attributes = [attribute for _, attribute in self._names]
         starts = range(0, len(dicts), WINDOW)
         self._windows = [(dicts[at : at + WINDOW], attributes[at : at + WINDOW]) for at in starts]
@@ -125,11 +119,11 @@ def _shown(held: Sequence[tuple[str, str, Any]]) -> str:
         values.setdefault(attribute, {}).setdefault(value if isinstance(value, str) else repr(value), []).append(
             name or "the model"
         )
-    parts = []
-    for attribute, by_value in values.items():
-        for text, names in by_value.items():
-            where = f" in {listed(names, 1)}" if len(by_value) > 1 else ""
-            parts.append(f"{attribute} {text}{where}")
+    parts = [
+        f"{attribute} {text}" + (f" in {listed(names, 1)}" if len(by_value) > 1 else "")
+        for attribute, by_value in values.items()
+        for text, names in by_value.items()
+    ]
     return JOINT.join(parts) or "none"
 
 
@@ -164,6 +158,12 @@ def _by_layer(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 def groups_of(optimizers: Iterable[Any]) -> list[Sequence[Tensor]]:
     """The parameters in each group of torch's optimizers."""
     return [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+
+
+def joined(values: Sequence[Any]) -> str:
+    """The one value of a hyper-parameter where all groups agree, else all of them; as JSON."""
+    texts = [json.dumps(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts) or "none"
 
 
 def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> Holdings:

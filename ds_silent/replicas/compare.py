@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,20 +52,13 @@ class Comparison:
 
     If too many tensors differ to ask about each, the last ones share their ``parts``: ranks in one part hold the same
     bits of all of them.
-
-    Attributes:
-        groups: ranks whose replicas are equal.
-        apart: positions of the tensors that differ.
-        parts: for each of them, which ranks hold the same bits.
-        right: for each, the checksum that more than half of the ranks hold; None without a majority.
-        comparable: False if ranks do not even hold the same number of tensors.
     """
 
-    groups: Parts
-    apart: tuple[int, ...] = ()
-    parts: tuple[Parts, ...] = ()
-    right: tuple[int | None, ...] = ()
-    comparable: bool = True
+    groups: Parts  # ranks whose replicas are equal
+    apart: tuple[int, ...] = ()  # positions of the tensors that differ
+    parts: tuple[Parts, ...] = ()  # for each of them, which ranks hold the same bits
+    right: tuple[int | None, ...] = ()  # for each, the checksum that more than half of the ranks hold; None without
+    comparable: bool = True  # False if ranks do not even hold the same number of tensors
 
     @property
     def equal(self) -> bool:
@@ -106,17 +97,15 @@ def compare_checksums(values: Tensor, group: dist.ProcessGroup, collective: Coll
     asked = torch.stack([whole, *values[single], *([combined(values[rest])] if rest else [])])
     columns = gathered(asked, group, collective).numpy().T
     groups, *parts = (parts_of_numbers(column) for column in columns)
-    right = [_of_majority(own, column) for own, column in zip(parts, columns[1:], strict=True)]
+    right = [
+        int(column[healthy[0]]) if (healthy := majority(own)) else None
+        for own, column in zip(parts, columns[1:], strict=True)
+    ]
     if rest:
         healthy = majority(parts[-1])
         right[-1:] = _told_by(healthy[0], values[rest], group, collective) if healthy else [None] * len(rest)
         parts[-1:] = [parts[-1]] * len(rest)
     return Comparison(groups, tuple(apart), tuple(parts), tuple(right))
-
-
-def _of_majority(parts: Parts, column: npt.NDArray[np.int64]) -> int | None:
-    healthy = majority(parts)
-    return int(column[healthy[0]]) if healthy else None
 
 
 def _told_by(rank: int, values: Tensor, group: dist.ProcessGroup, collective: CollectiveCall) -> list[int | None]:
@@ -216,13 +205,7 @@ REMEMBERED = 10
 
 
 class ReplicaChecks:
-    """Decide when this rank compares its replica.
-
-    Attributes:
-        due: compare next time, whatever the interval says; the same on every rank.
-        wanted: this rank wants all to compare.
-        after_updates: a response compares after updates; observations do not.
-    """
+    """Decide when this rank compares its replica."""
 
     def __init__(
         self,
@@ -232,8 +215,9 @@ class ReplicaChecks:
         after_updates: bool,
     ):
         parameters, others = replicated
-        self.due = self.wanted = False
-        self.after_updates = after_updates
+        self.due = False  # compare next time, whatever the interval says; the same on every rank
+        self.wanted = False  # this rank wants all to compare
+        self.after_updates = after_updates  # a response compares then; observations do not
         self._every, self._interval, self._group = config.integrity.replica_interval, config.interval, group
         compares = bool(self._every and parameters)
         self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None

@@ -26,7 +26,6 @@ class Duplicates:
     """Compare one set of duplicates.
 
     Args:
-        what: for the message.
         ranks: of the whole training, that hold them; this one is among them.
         items: on every rank the same number, in the same order.
         every: steps between comparisons, from 1.

@@ -36,9 +36,8 @@ from ds_silent.kernels.checksums import Bits, Replica
 from ds_silent.measure.evidence import ReductionCheck, ResponseLog
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.records import Repair, RepairMethod
-from ds_silent.replicas.average import Averaging, average
 from ds_silent.replicas.compare import Comparison, Drift, compare, gathered
-from ds_silent.replicas.restore import restore
+from ds_silent.replicas.repair import Averaging, average, restore
 
 _Note = TypeVar("_Note")
 _Result = TypeVar("_Result")

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.capture.batch_rows import RowIds
-from ds_silent.capture.given_ids import as_ids
-from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.capture.batch_rows import RowIds, as_ids, row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -115,7 +113,7 @@ def taken(rows: RowIds) -> list[int]:
     assert packed is not None
     step = unpack_ids(packed[None].double())
     assert step.complete
-    return step.per_rank[0].tolist()
+    return step.values.tolist()
 
 
 BATCH = torch.arange(8).reshape(4, 2)

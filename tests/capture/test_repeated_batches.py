@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
-from ds_silent.capture.batch_rows import _REPEATS, RowIds
-from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.capture.batch_rows import _REPEATS, RowIds, row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -24,7 +23,7 @@ from tests.support.distributed import run_distributed
 def taken(rows: RowIds) -> list[int]:
     packed = rows.take(torch.device("cpu"))
     rows.end_step()
-    return [] if packed is None else unpack_ids(packed[None].double()).per_rank[0].tolist()
+    return [] if packed is None else unpack_ids(packed[None].double()).values.tolist()
 
 
 def new() -> Tensor:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.capture import weight_samples
-from ds_silent.capture.weight_samples import WeightSamples
+from ds_silent.capture.traced import WeightSamples
 from ds_silent.trace import sample_counts, sampled
 
 Part = tuple[int, int, Tensor]
@@ -105,7 +104,7 @@ def test_what_is_missing_or_held_twice_is_not_known() -> None:
 def test_only_the_first_rank_answers_where_all_hold_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[Part] = [(0, 0, torch.randn(100))]
     [first] = samples_of([(100,)], [parts], sharded=False)
-    monkeypatch.setattr(weight_samples.dist, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     [second] = samples_of([(100,)], [parts], sharded=False)
     assert first.values() is not None
     assert second.values() is None

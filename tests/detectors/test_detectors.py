@@ -203,7 +203,7 @@ def test_the_state_survives_a_resume_through_json() -> None:
         record = run.record(scale=1.5)
         first, second = run.judge.step(record, NOTHING), other.judge.step(record, NOTHING)
         assert first == second
-    assert other.judge._episodes.active("outlier-rank")
+    assert "outlier-rank" in {fault.kind for fault in other.judge._episodes._active.values()}
     with pytest.raises(ValueError, match="version"):
         other.judge.load_state_dict({"version": 99})
 

@@ -16,7 +16,7 @@ from ds_silent.detectors.effects import HIGH, EffectContext, effect_of
 from ds_silent.detectors.likely_causes import Symptoms
 from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
-from ds_silent.detectors.symptoms import Recent, moved_alone
+from ds_silent.detectors.symptoms import Recent, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import Evidence, LayerValues
 from ds_silent.records import Event
 from tests.support.made_records import comparison_of, make
@@ -203,7 +203,7 @@ def test_gradual_is_where_a_bent_line_leaves_smaller_squares_than_a_jump(where: 
                 known = np.stack([np.ones(len(seen)), column.astype(float)], axis=1)
                 fit = np.linalg.lstsq(known, seen, rcond=None)[0]
                 left[shape] = min(left[shape], float(np.square(seen - known @ fit).sum()))
-        assert recent.gradual(1, [0, 2], since, where) == (left["bend"] < left["jump"]), case
+        assert is_gradual(*recent.around(1, [0, 2], since, where)) == (left["bend"] < left["jump"]), case
         said.append(left["bend"] < left["jump"])
     assert 15 < sum(said) < 45
 
@@ -223,9 +223,9 @@ def test_beyond_is_how_far_a_rank_is_from_what_it_has_been(where: str) -> None:
         usual = [float(np.median(apart[start : start + size])) for start in range(since - 1 - size + 1)]
         now = float(np.median(apart[since - 1 :]))
         wanted = max(now - max(usual), min(usual) - now, 0.0)
-        assert recent.beyond(1, [0, 2], since, where) == pytest.approx(wanted, abs=1e-12)
+        assert beyond(*recent.around(1, [0, 2], since, where)) == pytest.approx(wanted, abs=1e-12)
         assert (wanted > 0.2) == (abs(shift) > 0.5), (shift, wanted)
-    assert recent.beyond(1, [0, 2], 32, where) is None  # 31 steps say little of what is usual
+    assert beyond(*recent.around(1, [0, 2], 32, where)) is None  # 31 steps say little of what is usual
 
 
 def test_a_norm_that_comes_and_goes_is_a_note_at_most() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_silent.capture.row_hashes import batch_tensors, row_hashes
+from ds_silent.capture.batch_rows import batch_tensors, row_hashes
 from ds_silent.exchange.row_ids import ROW_NUMBERS, all_rows, hash_rows, pack_ids, unpack_ids
 from tests.support.distributed import run_distributed
 
@@ -22,15 +22,15 @@ def test_64_bits_survive_fp32() -> None:
     assert packed.dtype == torch.float32
     assert packed.shape == (49,)
     step = unpack_ids(packed[None].double())
-    assert step.per_rank[0].tolist() == EXTREMES
-    assert step.rows == (len(EXTREMES),)
+    assert step.values.tolist() == EXTREMES
+    assert step.taken.tolist() == [len(EXTREMES)]
     assert step.complete
 
 
 def test_what_did_not_fit_is_seen() -> None:
     step = unpack_ids(torch.stack([pack_ids(torch.arange(5), 4), pack_ids(torch.arange(4), 4), torch.zeros(13)]))
-    assert [ids.tolist() for ids in step.per_rank] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
-    assert step.rows == (5, 4, 0)
+    assert [step.values[step.owners == rank].tolist() for rank in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
+    assert step.taken.tolist() == [5, 4, 0]
     assert not step.complete
 
 
@@ -40,8 +40,8 @@ def test_what_is_no_id_is_no_row(place: int, value: float) -> None:
     bad = good.clone()
     bad[place] = value
     step = unpack_ids(torch.stack([bad, good]))
-    assert step.rows == (-1, 4)
-    assert len(step.per_rank[0]) == 0
+    assert step.taken.tolist() == [-1, 4]
+    assert 0 not in step.owners
     assert not step.complete
 
 
@@ -50,7 +50,8 @@ def gather_ids() -> list[list[int]]:
     own = pack_ids(torch.tensor(EXTREMES)[: 5 + rank] - rank, 16)
     everyone = torch.empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(everyone, own)
-    return [ids.tolist() for ids in unpack_ids(everyone.view(-1, len(own))).per_rank]
+    step = unpack_ids(everyone.view(-1, len(own)))
+    return [step.values[step.owners == rank].tolist() for rank in range(len(step.taken))]
 
 
 def test_ids_through_a_real_collective() -> None:
@@ -112,7 +113,7 @@ def test_which_tensor_holds_what_counts() -> None:
 def test_large_rows_are_hashed_in_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     images, mask = torch.randn(3, 10, 7), torch.ones(3, 10)
     whole = row_hashes([images, images[:, :, 0]], mask)
-    monkeypatch.setattr("ds_silent.capture.row_hashes._HASH_BLOCK", 12)
+    monkeypatch.setattr("ds_silent.capture.batch_rows._HASH_BLOCK", 12)
     assert torch.equal(row_hashes([images, images[:, :, 0]], mask), whole)
 
 

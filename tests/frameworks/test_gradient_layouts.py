@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.capture.reduced_gradient import differs, moved, remember
+from ds_silent.capture.reduced_gradient import Remembered
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
 from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -134,13 +134,13 @@ def test_a_write_to_a_gradient_of_any_layout_shows_and_nothing_else_does(name: s
         pieces = nth_share([gradient.numel()], 0, 1, [row_of(gradient)])
         return [part for piece in pieces if (part := cut(gradient, piece)) is not None]
 
-    before = remember(share())
+    before = Remembered(share())
     between = [torch.randn(gradient.numel()) for _ in range(8)]  # memory that a copy may have had
-    assert not moved(before, share())
-    assert differs(before, share()) == 0
+    assert not before.moved(share())
+    assert before.differs(share()) == 0
     gradient.mul_(0.5)
-    assert moved(before, share())
-    assert differs(before, share()) == 1
+    assert before.moved(share())
+    assert before.differs(share()) == 1
     del between
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,8 @@ def test_a_step_is_left_out() -> None:
 
 
 def test_all_ranks_draw_alike() -> None:
-    check = SettingsCheck(LocalSettings(nn.Linear(1, 1), list), WORDS)
+    framework = SimpleNamespace(words=WORDS)
+    check = SettingsCheck(LocalSettings(nn.Linear(1, 1), list), framework, guard=None)
     event = check.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
     assert event is not None
     assert event.remedy.endswith("leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3).")

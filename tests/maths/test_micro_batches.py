@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.exchange.collectives import gather_on_host
-from ds_silent.maths.micro_batches import explain_micro_batches
+from ds_silent.maths.causes import explain_micro_batches
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights

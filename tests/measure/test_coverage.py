@@ -107,7 +107,7 @@ def test_exact_below_the_capacity() -> None:
         counts.update(ids.tolist())
         assert epoch.seen(500).value == len(counts) / 500
         assert epoch.seen(500).standard_error == 0.0
-    assert epoch.exact
+    assert epoch._level == 0
     assert epoch.visits == 960
     assert epoch.seen(None).value == len(counts) / 960
 
@@ -130,7 +130,7 @@ def test_sampled_beyond_it_within_the_stated_error() -> None:
         epoch = EpochCoverage(capacity=512)
         for part in np.array_split(visited, 50):
             epoch.update(part)
-        assert not epoch.exact
+        assert epoch._level
         assert len(epoch._seen) <= 512
         seen = epoch.seen(rows)
         assert 0 < seen.standard_error < 0.07 * seen.value
@@ -170,7 +170,7 @@ def test_the_figures_of_the_seed_scenarios(world_size: int, mode: str, own_seeds
     epoch = EpochCoverage()
     for parts in zip(*walks, strict=True):
         epoch.update(np.concatenate(parts))
-    assert epoch.exact
+    assert epoch._level == 0
     assert epoch.seen(52002).value == pytest.approx(seen, abs=0.003)
     if own_seeds:
         assert epoch.seen(52002).value == pytest.approx(expected_coverage(world_size), abs=0.003)
@@ -270,7 +270,7 @@ def test_an_epoch_starts_again() -> None:
     epoch.update(np.arange(100))
     epoch.start_epoch()
     epoch.update(np.arange(4))
-    assert (epoch.visits, epoch.seen(8).value, epoch.exact) == (4, 0.5, True)
+    assert (epoch.visits, epoch.seen(8).value, epoch._level) == (4, 0.5, 0)
     assert EpochCoverage().seen(None).value == 0.0
 
 

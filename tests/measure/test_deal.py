@@ -54,9 +54,9 @@ def half_in_blocks(ranks: int, rows: int, batch: int, passes: int, seed: int = 0
         yield [np.concatenate([a, rows + b]) for a, b in zip(one, other, strict=True)]
 
 
-def take(rows: RowOwners | DealFollower, ids: list[Any]) -> None:
+def take(rows: RowOwners, ids: list[Any]) -> None:
     owners = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
-    (rows.step if isinstance(rows, RowOwners) else rows.take)(np.concatenate(ids).astype(np.int64), owners, len(ids))
+    rows.step(np.concatenate(ids).astype(np.int64), owners, len(ids))
 
 
 def decided(deals: Deals) -> str:
@@ -134,7 +134,7 @@ def test_rows_decide_over_samplers() -> None:
     ]:
         follower, known = DealFollower(), []
         for step, ids in enumerate(deals):
-            take(follower, ids)
+            take(follower.rows, ids)
             words = torch.full((4,), said.word, dtype=torch.float64)
             known.append(follower.step(words, said, (step + 1) * 32, 32, None).dealt)
         assert known[0] == said.dealt

@@ -22,9 +22,8 @@ from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.layout import GATHER_LIMIT, Layout
 from ds_silent.kernels.checksums import Replica
 from ds_silent.maths.rounding_bound import Arithmetic
-from ds_silent.measure.applied import AppliedChecker
 from ds_silent.measure.evidence import Evidence, ReductionEvidence
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import AppliedChecker, ReductionChecker
 from ds_silent.observing.publisher import Publisher
 from ds_silent.observing.recorder import Recorder, _Judgement
 from ds_silent.records import Event

@@ -111,7 +111,6 @@ def test_the_table_has_a_bounded_number_of_rows() -> None:
     hashes: Hashes = np.repeat(np.array([item.hash for item in items], dtype=np.int32)[None], 3, 0)
     FAULTS["one rank's weights"](items, hashes)
     assert table(outcome_of(items, hashes)).row_count < 45
-    assert table(outcome_of(items, hashes), full=True).row_count == len(items)
 
 
 # -- real ranks ------------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.kernels.checksums import Bits, Replica
-from ds_silent.replicas import average as averages
-from ds_silent.replicas.average import Averaging, average
+from ds_silent.replicas import repair
 from ds_silent.replicas.compare import compare
-from ds_silent.replicas.restore import restore
+from ds_silent.replicas.repair import Averaging, average, restore
 from ds_silent.respond import responder as respond
 from tests.support.distributed import run_distributed
 
@@ -77,7 +76,7 @@ def test_each_tensor_gets_the_bits_of_its_own_majority() -> None:
 
 
 def averaged() -> dict[str, Any]:
-    averages.BUCKET = 16  # several buckets, and tensors larger than one
+    repair.BUCKET = 16  # several buckets, and tensors larger than one
     rank = dist.get_rank()
     tensors = [torch.full((40,), float(rank)), torch.tensor([1.0 + rank]).bfloat16(), torch.tensor(10.0 + rank)]
     tensors += [torch.tensor([rank, 7 - rank]), torch.tensor([math.nan if rank == 1 else 2.0 * rank])]

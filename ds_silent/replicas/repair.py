@@ -1,11 +1,17 @@
-"""Make replicas equal by the mean of all ranks: PAFT (openreview cPZepCZlFW). Written only when all got the same.
+"""Make replicas equal again: by the bits that more than half of the ranks hold, or by the mean of all ranks.
+
+    found = compare(items, bits, group)
+    restore(items, found, group, device)                  # a majority's bits to the ranks outside of it
+    still = compare(items, bits, group)                   # only this says that it is repaired
 
     average(tensors_that_differ, group, device)           # bucket by bucket
     averaging = Averaging(tensors, group, device).start()  # beside a forward and backward, finished later
     averaging.finish()
 
-Averages are checked against those that the other ranks have received; one that is corrupted under way is repeated,
-never committed. Only tensors that differ should be averaged: the mean of N equal numbers may round.
+What arrives is checked before it is written: a majority's bits against the checksum that its own had, averages (PAFT,
+openreview cPZepCZlFW) against those that the other ranks have received. What is corrupted under way is repeated, never
+committed; a rank that dies under way leaves every tensor as it was or right. Only tensors that differ should be
+averaged: the mean of N equal numbers may round.
 """
 
 from __future__ import annotations
@@ -16,11 +22,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.kernels.checksums import checksum
-from ds_silent.replicas.compare import equal_on_all
+from ds_silent.distributed.parts import majority
+from ds_silent.kernels.checksums import Items, checksum
+from ds_silent.replicas.compare import Comparison, equal_on_all
 
 BUCKET = 1 << 24  # elements that are averaged at once
 ATTEMPTS = 3
+
+
+def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Give each tensor that differs the bits that more than half of the ranks hold. A collective.
+
+    A tensor without such a majority is left alone, and so is one whose bits arrive damaged: ``compare`` tells.
+
+    Args:
+        device: of the group's buffers; the tensors may lie elsewhere, as step counts do.
+
+    Returns:
+        bytes that were broadcast.
+    """
+    return sum(
+        _copy_bits(items[place][1], majority(parts), right, group, device)
+        for place, parts, right in zip(found.apart, found.parts, found.right, strict=True)
+        if right is not None
+    )
+
+
+def _copy_bits(
+    tensor: Tensor, healthy: tuple[int, ...], expected: int, group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Broadcast from the first healthy rank; written where the rank is not one of them and the bits are intact."""
+    me, size = dist.get_rank(group), tensor.numel() * tensor.element_size()
+    wire = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    if me == healthy[0]:
+        wire.view(torch.uint8)[:size].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    dist.broadcast(wire, src=dist.get_global_rank(group, healthy[0]), group=group)
+    if me not in healthy:
+        arrived = wire.view(torch.uint8)[:size].view(tensor.dtype).view(tensor.shape)
+        if int(checksum(arrived)) == expected:
+            with torch.no_grad():
+                tensor.copy_(arrived)
+    return wire.numel() * 4
 
 
 class Averaging:
@@ -31,7 +73,6 @@ class Averaging:
 
     Args:
         tensors: of this rank's replica, in the same order on every rank. Between start and finish they may be read.
-        device: of the group's buffers.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device):
@@ -65,27 +106,22 @@ class Averaging:
         Returns:
             repetitions that were needed; ``attempts`` when some buckets never came out alike and were not written.
         """
-        waiting = self._buckets
-        for attempt in range(attempts if waiting else 0):
-            if attempt:
-                for bucket in waiting:
-                    bucket.start()
+        waiting, repeated = self._buckets, 0
+        while waiting and repeated < attempts:
             alike = equal_on_all(torch.stack([bucket.received() for bucket in waiting]), self._group).tolist()
             for bucket, same in zip(waiting, alike, strict=True):
                 if same:
                     bucket.commit()
             waiting = [bucket for bucket, same in zip(waiting, alike, strict=True) if not same]
-            if not waiting:
-                return attempt
-        return attempts if waiting else 0
+            repeated += bool(waiting)
+            if repeated < attempts:
+                for bucket in waiting:
+                    bucket.start()
+        return repeated
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
-    """The mean over the ranks, bucket by bucket, so that the memory is bounded by one bucket. A collective.
-
-    Returns:
-        bytes that went into the reductions, and repetitions that were needed.
-    """
+    """The mean over the ranks, bucket by bucket, in one bucket's memory: bytes that were reduced, repetitions."""
     sent = repeated = 0
     for bucket in _buckets(tensors):
         averaging = Averaging(bucket, group, device).start()
