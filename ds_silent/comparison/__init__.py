@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
-from ds_silent.comparison.differences import LINKS, Differences, differences
+from ds_silent.comparison.differences import Differences, differences
 from ds_silent.comparison.explanation import Case, Explanation, explain
 from ds_silent.comparison.judgement import ChainJudge
 from ds_silent.comparison.levels import Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
 from ds_silent.comparison.pairing import pair_steps, pair_tensors
 from ds_silent.comparison.past import Parting
-from ds_silent.comparison.result import LinkResult, TrainingComparison
+from ds_silent.comparison.result import LINKS, LinkResult, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
 __all__ = ["ComparisonError", "TraceError", "TrainingComparison", "compare"]

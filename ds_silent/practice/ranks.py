@@ -101,11 +101,7 @@ def results_of(
 
 
 def _report(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, first: bool) -> None:
-    work(sender.send if first else _nowhere, *arguments)
-
-
-def _nowhere(message: Any) -> None:
-    """Rank 0 alone reports."""
+    work(sender.send if first else lambda message: None, *arguments)
 
 
 def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) -> None:

@@ -68,12 +68,8 @@ class CurveDifference:
         return "lower in B" if self.high < 0.0 else "no difference shown"
 
 
-def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str], seed: int = 0) -> tuple[CurveDifference, ...]:
-    """Compare the metrics of two runs' records.
-
-    Args:
-        a, b: directories (``output_dir``).
-        seed: of the bootstrap.
+def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[CurveDifference, ...]:
+    """Compare the metrics of two runs' records, in the directories a and b (``output_dir``).
 
     Raises:
         ds_silent.runs.ReadingError: there is no run to read; the message is one sentence.
@@ -90,17 +86,17 @@ def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str], seed: i
             ours, theirs = (np.array([of_run[step] for step in steps]) for of_run in values)
             found.append((metric.column, ours, theirs))
     level = 1.0 - (1.0 - LEVEL) / max(1, len(found))
-    return tuple(_difference(name, ours, theirs, level, seed) for name, ours, theirs in found)
+    return tuple(_difference(name, ours, theirs, level) for name, ours, theirs in found)
 
 
-def _difference(name: str, a: Floats, b: Floats, level: float, seed: int) -> CurveDifference:
+def _difference(name: str, a: Floats, b: Floats, level: float) -> CurveDifference:
     series = b - a
     block = block_length(series)
     low, high = math.nan, math.nan
     if not series.any():
         low = high = 0.0
     elif len(series) >= max(FEWEST_STEPS, FEWEST_BLOCKS * block):
-        low, high = mean_interval(series, block, level, seed)
+        low, high = mean_interval(series, block, level)
     return CurveDifference(name, len(series), a.mean(), b.mean(), series.mean(), low, high, block)
 
 
@@ -116,7 +112,7 @@ def print_curves(found: tuple[CurveDifference, ...], console: Console) -> None:
     console.print(table)
 
 
-def mean_interval(series: Floats, block: int, level: float, seed: int = 0) -> tuple[float, float]:
+def mean_interval(series: Floats, block: int, level: float) -> tuple[float, float]:
     """Return the interval of the mean of a series, float64 (S,), by the circular block bootstrap.
 
     Each draw's mean is studentised by the spread of its own blocks: percentiles alone are too narrow where there are
@@ -126,7 +122,7 @@ def mean_interval(series: Floats, block: int, level: float, seed: int = 0) -> tu
     blocks = math.ceil(count / block)
     sums = np.concatenate(([0.0], np.cumsum(np.concatenate((series, series[: block - 1])))))
     means = (sums[block:] - sums[:-block]) / block  # of the block that begins at each step
-    starts = np.random.default_rng(seed).integers(0, count, (DRAWS, blocks))
+    starts = np.random.default_rng(0).integers(0, count, (DRAWS, blocks))
     drawn = means[starts]
     centre = series.mean()
     error = means.std() / math.sqrt(blocks)
