@@ -274,10 +274,6 @@ def refuse_unusable_alerts(wanted: Sequence[AlertConfig], environment: Mapping[s
 class FollowedEvents:
     """Send alerts from beside a run, of the warnings and errors that come into its ``events.jsonl``.
 
-    Args:
-        to: destinations, as in the block.
-        run: what the messages call it.
-
     Raises:
         ConfigError: one of them is none; one sentence without a secret.
     """

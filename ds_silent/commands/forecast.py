@@ -30,14 +30,7 @@ _MANY_LAYERS = 128
 def forecast_lines(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
 ) -> Iterator[str]:
-    """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.
-
-    Args:
-        config: the checked block.
-        ds_config: the whole configuration, for the ZeRO stage.
-        world_size: data-parallel ranks N.
-        parameters: trainable parameters, where the size of the model is known.
-    """
+    """What the observer will do under ``config``, a line each; ``parameters``: trainable ones, where they are known."""
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
     yield f"silent_consistency: on, measures {steps} over {world_size} ranks"

@@ -50,14 +50,12 @@ class Apart:
         cosine: of the two; NaN where only norms are known.
         ratio: B's norm over A's; NaN where the sketches' error is all that it tells.
         share: A's norm over that of the whole gradient.
-        whole: B's norm over A's, of the whole gradient.
     """
 
     relative: Array
     cosine: Array
     ratio: Array
     share: Array
-    whole: float
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None
     lost = np.isfinite(norms) != np.isfinite(others)
     apart[lost] = math.inf
     apart[~np.isfinite(norms) & ~np.isfinite(others)] = 0.0
-    return Apart(apart, cosine, ratio, share, b.norm / a.norm if a.norm > 0.0 else math.nan)
+    return Apart(apart, cosine, ratio, share)
 
 
 def _same_size(one: Any, other: Any) -> tuple[Array, Array]:

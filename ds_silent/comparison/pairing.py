@@ -183,7 +183,8 @@ def pair_steps(a: Trace, b: Trace) -> StepPairs:
         ComparisonError: there is no step that both have.
     """
     steps, by = [(n, n) for n in sorted(set(a.steps) & set(b.steps))], "number"
-    if not steps or not _same_samples(a, b, steps[0][0]):  # a later one with another number is another step of rows
+    first = {trace.at(steps[0][0]).samples for trace in (a, b)} - {None} if steps else set()
+    if not steps or len(first) == 2:  # a later step with another number is another step of rows
         consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
         both = sorted(set(consumed[0]) & set(consumed[1]))
         if len(both) >= max(1, len(steps) // 2):
@@ -192,11 +193,6 @@ def pair_steps(a: Trace, b: Trace) -> StepPairs:
         extents = f"{_extent(a)} in A, {_extent(b)} in B"
         raise ComparisonError(f"A and B have no step in common: {extents}; trace the same steps")
     return StepPairs(tuple(steps), by, _beyond(a, b, len(steps)))
-
-
-def _same_samples(a: Trace, b: Trace, number: int) -> bool:
-    one, other = a.at(number).samples, b.at(number).samples
-    return one is None or other is None or one == other
 
 
 def _beyond(a: Trace, b: Trace, used: int) -> tuple[str, ...]:

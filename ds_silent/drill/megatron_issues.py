@@ -154,13 +154,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 class ScenarioTraining:
-    """One rank's.
-
-    Attributes:
-        chunk: the only one of this rank.
-        optimizer: Megatron's.
-        observer: of this rank's data-parallel group.
-    """
+    """One rank's; ``chunk`` is its only one, ``observer`` that of its data-parallel group."""
 
     def __init__(self, chunk: Any, optimizer: Any, observer: Observer, batches: Iterator[Tensor]):
         self.chunk, self.optimizer, self.observer, self._batches = chunk, optimizer, observer, batches

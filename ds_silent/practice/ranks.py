@@ -73,12 +73,9 @@ def results_of(
     timeout: float = 120.0,
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:
-    """Return what ``function(*arguments)`` returns on each rank.
+    """Return what ``function(*arguments)``, which may start processes of its own, returns on each rank.
 
     Args:
-        function: may start processes of its own.
-        arguments: the same on every rank.
-        ranks: how many.
         timeout: seconds for all ranks together; what is left then is killed.
         may_die: ranks that may break; their result is then None.
 

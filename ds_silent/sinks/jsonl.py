@@ -92,9 +92,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Return the events of an ``events.jsonl``, by step, in the order of writing within a step.
 
     The same event (step, kind, ranks, place) written again by a resumed run counts once, as it was written last.
-
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError where the file cannot be read.
     """
     kept: dict[str, dict[str, Any]] = {}
     for event in _objects(Path(path), ("step", "kind")):
@@ -107,9 +105,6 @@ def read_records(path: str | Path) -> Iterator[StepRecord]:
     """Yield the records of a ``metrics.jsonl`` as :func:`read_metrics` chooses them; without what only the sinks draw.
 
     Of lines of an older or a newer version what this one knows, see :func:`ds_silent.records.from_json`.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     return _as(StepRecord, read_metrics(path), path)
 
