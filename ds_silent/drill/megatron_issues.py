@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import NOTHING, Injection, Target
+from ds_silent.drill.faults.injection import NOTHING
 from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
 from ds_silent.observing.observer import Observer
 from ds_silent.records import EventKind
@@ -228,16 +228,11 @@ def _batches(share: int, shares: int) -> Iterator[Tensor]:
 # -- as faults of the drill --------------------------------------------------------------------------------------------
 
 
-def _nothing(target: Target, me: int) -> Injection:
-    """What goes wrong is in the scenario."""
-    return NOTHING
-
-
 def _fault(name: str, scenario: Scenario) -> Fault:
     assert scenario.expected is not None
     return Fault(
         name,
-        _nothing,
+        lambda target, me: NOTHING,  # what goes wrong is in the scenario
         f"{scenario.title} (Megatron-LM {scenario.issue})",
         scenario.who,
         (scenario.expected,),

@@ -172,9 +172,9 @@ class DrillSetting:
         if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
             return "transformers is not installed"
         if self.framework == "deepspeed":
-            possible = fault.possible(self.stage, self.dtype, self.accumulation)
-            where = f"{self.kind}, {self.dtype}, accumulation {self.accumulation}"
-            return None if possible else f"means nothing under {where}"
+            if self.stage in fault.stages and self.dtype in fault.dtypes and self.accumulation >= fault.accumulation:
+                return None
+            return f"means nothing under {self.kind}, {self.dtype}, accumulation {self.accumulation}"
         if fault.only_ranks is not None:
             return None if self.ranks == fault.only_ranks else f"its groups are of {fault.only_ranks} ranks"
         if self.variant in fault.not_applicable:

@@ -86,7 +86,7 @@ def judge(
     expected = fault.expected_ranks(target)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
     # a "step before" that was not measured is not known
-    told = [event for event in right if interval > 1 or says(event, fault.expected_words(target))]
+    told = [event for event in right if interval > 1 or says(event, target.named_in(fault.says))]
     if told:
         late = fault.deterministic and told[0]["step"] > due(fault, target, interval, replica_interval)
         return _verdict("found", told[0], raised, late)
@@ -210,7 +210,7 @@ def judge_repair(
     settled = response.settled(target.step)
     if first is not None and not fault.again and target.step <= first < settled:
         settled = first  # a finding has the replicas compared before the interval does
-    words = tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in fault.repair_says)
+    words = target.named_in(fault.repair_says)
     if not fault.repaired:
         if claims:
             return RepairVerdict("claimed", first)

@@ -1,7 +1,7 @@
 """A promise that is broken on every rank alike: of the loss, a schedule, the weights in use, a batch, the attention.
 
     PROMISE_FAULTS                               # rows of the catalogue
-    injection = scheduled(stale, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
+    injection = scheduled(wrong, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
 
 A batch speaks for itself where a causal language model of transformers takes it, so these faults train
 :class:`ds_silent.practice.language_model.LanguageModel`. What an optimizer's formula promises is in :mod:`formulas`.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
-from ds_silent.drill.faults.injection import Change, Injection, Target, from_on
+from ds_silent.drill.faults.injection import Injection, Target, changing, from_on
 from ds_silent.practice.language_model import BEGIN, END, Inputs
 from ds_silent.practice.model import IGNORED
 
@@ -26,9 +26,9 @@ _MEGATRON = ("megatron-0", "megatron-1")
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
-divided_loss = Change("divided_loss", loss=lambda target, loss, step: loss / target.accumulation)
-undivided_loss = Change("undivided_loss", loss=lambda target, loss, step: loss / (1.0 / target.accumulation))
-divided_by_all = Change("divided_by_all", loss=lambda target, loss, step: loss / (target.accumulation * target.ranks))
+divided_loss = changing(loss=lambda target, loss, step: loss / target.accumulation)
+undivided_loss = changing(loss=lambda target, loss, step: loss / (1.0 / target.accumulation))
+divided_by_all = changing(loss=lambda target, loss, step: loss / (target.accumulation * target.ranks))
 
 _objective = partial(
     Fault,
@@ -64,22 +64,6 @@ def scheduled(wrong: Callable[[Rates, Rates], Rates], target: Target, me: int) -
     return Injection(optimizer=make, afterwards=advance)
 
 
-def stale(before: Rates, right: Rates) -> Rates:
-    return before
-
-
-def last_stale(before: Rates, right: Rates) -> Rates:
-    return [*right[:-1], before[-1]]
-
-
-def all_of_first(before: Rates, right: Rates) -> Rates:
-    return [right[0] for _ in right]
-
-
-def last_halved(before: Rates, right: Rates) -> Rates:
-    return [*right[:-1], 0.5 * right[-1]]
-
-
 _rates = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=EARLY, groups=2)
 
 # -- the weights in use ------------------------------------------------------------------------------------------------
@@ -91,11 +75,8 @@ def _grow(tensors: Iterable[Tensor]) -> None:
             getattr(values, "ds_tensor", values).mul_(1.01)  # under ZeRO-3 the shard
 
 
-weights_alone = Change(
-    "weights_alone", before=lambda target, module, optimizer, step: _grow(p for p in module.parameters())
-)
-masters_alone = Change(
-    "masters_alone",
+weights_alone = changing(before=lambda target, module, optimizer, step: _grow(p for p in module.parameters()))
+masters_alone = changing(
     before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
 )
 
@@ -201,13 +182,13 @@ PROMISE_FAULTS = (
     _objective("loss-divided-by-all", from_on(divided_by_all),
           "all ranks divide their loss by the micro-batches of all ranks, as framework and reduction do",
           says=("divided by the {ranks} ranks",)),
-    _rates("schedule-stale", partial(scheduled, stale), "the schedule counts on, and its rates stay as they are",
-          says=("learning rate of group 0",)),
-    _rates("schedule-group-forgotten", partial(scheduled, last_stale), "the rate of the last group stays as it is",
-          says=("parameter group 1",)),
-    _rates("schedule-base-of-other-group", partial(scheduled, all_of_first),
+    _rates("schedule-stale", partial(scheduled, lambda before, right: before),
+          "the schedule counts on, and its rates stay as they are", says=("learning rate of group 0",)),
+    _rates("schedule-group-forgotten", partial(scheduled, lambda before, right: [*right[:-1], before[-1]]),
+          "the rate of the last group stays as it is", says=("parameter group 1",)),
+    _rates("schedule-base-of-other-group", partial(scheduled, lambda before, right: [right[0] for _ in right]),
           "each group's rate is made of the first group's base", says=("is what it gives group 0",)),
-    _rates("schedule-factor-of-one-group", partial(scheduled, last_halved),
+    _rates("schedule-factor-of-one-group", partial(scheduled, lambda before, right: [*right[:-1], 0.5 * right[-1]]),
           "the last group's rate gets another factor than the others", says=("parameter group 1",)),
     _weights("weights-without-masters", from_on(weights_alone),
           "the bf16 weights of the forward are written, and the masters are not"),
