@@ -156,15 +156,12 @@ def _response_lines(
         yield "              weights, fp32 masters and optimizer state; while nothing differs, checksums alone are sent"
     elif respond.on_replica_drift == "stop":
         yield f"  stops       when replicas differ after every {steps} updates: suspect checkpoint, exit status 3"
+    state = "weights and optimizer state" if resync.state == "all" else "weights only"
     if resync.mode == "periodic":
-        yield f"  resync      every {resync.interval} updates, what differs is averaged ({_state(resync.state)})"
+        yield f"  resync      every {resync.interval} updates, what differs is averaged ({state})"
     elif resync.mode == "dynamic":
         yield f"  resync      at most every {resync.interval} updates, what differs is averaged beside the next step"
-        yield f"              ({_state(resync.state)}); keeps an fp32 copy of what differs meanwhile"
-
-
-def _state(state: str) -> str:
-    return "weights and optimizer state" if state == "all" else "weights only"
+        yield f"              ({state}); keeps an fp32 copy of what differs meanwhile"
 
 
 def _ordered_lines(

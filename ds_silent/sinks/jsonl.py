@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_silent.json_form import FORMAT, from_json, newer_version, to_json
+from ds_silent.json_form import FORMAT, from_json, lines_of, newer_version, to_json
 from ds_silent.records import CosineMatrix, Event, Scores, StepRecord
 from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
@@ -165,20 +165,14 @@ def parsed_line(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield every line that is an object with ``keys`` and a whole number as its step; count the others."""
     broken, newer = 0, Counter[int]()
-    with open(path, "rb") as file:
-        while line := file.readline(LONGEST_LINE):
-            rest = line
-            while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-                rest = file.readline(LONGEST_LINE)
-            if not line.strip():
-                continue
-            value = parsed_line(line, keys)
-            if value is None:
-                broken += 1
-            elif version := newer_version(value):
-                newer[version] += 1
-            else:
-                yield value
+    for _, line in lines_of(path, LONGEST_LINE):
+        value = parsed_line(line, keys)
+        if value is None:
+            broken += 1
+        elif version := newer_version(value):
+            newer[version] += 1
+        else:
+            yield value
     for version, count in sorted(newer.items()):
         logger.warning("ds_silent: %s: %s", ascii(os.fspath(path)), newer_lines(version, count))
     if broken:
