@@ -18,9 +18,8 @@ from typing import Any
 
 from ds_silent.drill.faults import aggregate, inputs, update
 from ds_silent.drill.faults.fault import DYNAMIC, EARLY, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Fault, Where
-from ds_silent.drill.faults.formulas import FORMULA_FAULTS
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
-from ds_silent.drill.faults.promises import PROMISE_FAULTS
+from ds_silent.drill.faults.promises import FORMULA_FAULTS, PROMISE_FAULTS
 from ds_silent.records import EventKind
 
 

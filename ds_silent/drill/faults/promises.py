@@ -1,17 +1,21 @@
-"""A promise that is broken on every rank alike: of the loss, a schedule, the weights in use, a batch, the attention.
+"""A promise that is broken on every rank alike: of loss, schedule, weights, batch, attention, optimizer.
 
-    PROMISE_FAULTS                               # rows of the catalogue
+    PROMISE_FAULTS, FORMULA_FAULTS               # rows of the catalogue
     injection = scheduled(wrong, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
+    injection = other_formula(twice, target, me=2)
+    injection.update(optimizer, run, step=4)     # torch's Adam updates the weights in another way inside run()
 
 A batch speaks for itself where a causal language model of transformers takes it, so these faults train
-:class:`ds_silent.practice.language_model.LanguageModel`. What an optimizer's formula promises is in :mod:`formulas`.
+:class:`ds_silent.practice.language_model.LanguageModel`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -171,8 +175,96 @@ _probed: dict[str, Any] = {
     "not_applicable": {**_OWN_MODELS, "fsdp2": "other ranks take part in each forward, so it is not probed"},
 }
 
+# -- an optimizer's formula --------------------------------------------------------------------------------------------
+
+Lists = tuple[list[Any], ...]
+Settings = dict[str, Any]
+Change = Callable[[Any, Lists, Settings], None]
+
+
+def other_formula(change: Change, target: Target, me: int) -> Injection:
+    """Call ``change(adam, lists, settings)`` where torch's Adam calls the function that updates the weights."""
+
+    def update(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
+        module = importlib.import_module("torch.optim.adam")
+        adam = module.adam
+        with mock.patch.object(module, "adam", lambda *lists, **settings: change(adam, lists, settings)):
+            return run()
+
+    return Injection(update=update)
+
+
+def otherwise(other: Settings, adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by other settings than the group's."""
+    adam(*lists, **{**settings, **other})
+
+
+def without_bias_correction(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Correct the moments as if a million steps had been taken."""
+    *others, steps = lists
+    adam(*others, [torch.full_like(step, 1e6) for step in steps], **settings)
+    for step in steps:
+        step += 1
+
+
+def twice(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Update once more."""
+    adam(*lists, **settings)
+    adam(*lists, **settings)
+
+
+def without_first(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Leave the first tensor as it is."""
+    adam(*([*each[1:]] for each in lists), **settings)
+
+
+def doubled_rate(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by twice the group's rate."""
+    adam(*lists, **{**settings, "lr": 2.0 * settings["lr"]})
+
+
+def epsilon_inside(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Add epsilon below the root: to the second moment, as far as its bias is corrected."""
+    *_, seconds, _, steps = lists
+    beta2, eps = settings["beta2"], settings["eps"]
+    added = [eps * (1.0 - beta2 ** (float(step) + 1.0)) for step in steps]
+    for second, more in zip(seconds, added, strict=True):
+        second.add_(more / beta2)
+    adam(*lists, **{**settings, "eps": 0.0})
+    for second, more in zip(seconds, added, strict=True):
+        second.sub_(more).clamp_(min=0.0)
+
+
+def only_counted(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Count the step, and leave weights and state as they are."""
+    for step in lists[-1]:
+        step += 1
+
+
+def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Forget both moments before each step."""
+    for moment in (*lists[2], *lists[3]):
+        moment.zero_()
+    adam(*lists, **settings)
+
+
 # A table reads better than what a formatter makes of it.
 # fmt: off
+_FORMULAS: tuple[tuple[str, Change, str, str], ...] = (
+    ("decay-left-out", partial(otherwise, {"weight_decay": 0.0}), "leaves the weight decay out", "no weight decay"),
+    ("decay-coupled", partial(otherwise, {"decoupled_weight_decay": False}), "adds the weight decay to the gradient",
+     "coupled with the gradient"),
+    ("bias-correction-left-out", without_bias_correction, "corrects no bias of its moments", "no bias correction"),
+    ("momentum-left-out", partial(otherwise, {"beta1": 0.0}), "keeps no momentum", "beta1 is 0 instead of 0.9"),
+    ("second-beta-changed", partial(otherwise, {"beta2": 0.95}), "has another second beta", "beta2 is 0.95"),
+    ("epsilon-inside-the-root", epsilon_inside, "adds epsilon below the root", "epsilon inside the root"),
+    ("state-forgotten", without_memory, "forgets its moments", "none of the known mistakes explains it"),
+    ("sign-turned", partial(otherwise, {"maximize": True}), "climbs", "the sign of the gradient is turned"),
+    ("update-only-counted", only_counted, "counts, and does nothing else", "the update was not applied"),
+    ("update-applied-twice", twice, "applies each update twice", "applied twice"),
+    ("rate-doubled-in-the-step", doubled_rate, "goes by twice the group's rate", "the rate is 2 times"),
+    ("tensor-not-stepped", without_first, "leaves the optimizer's first tensor as it is", "not applied"),
+)
 PROMISE_FAULTS = (
     _objective("loss-divided-twice", from_on(divided_loss),
           "all ranks divide their loss by the accumulation, as the framework does itself",
@@ -211,3 +303,18 @@ PROMISE_FAULTS = (
           "the documents are not separate", **_probed),
 )
 # fmt: on
+FORMULA_FAULTS = tuple(
+    Fault(
+        name,
+        from_on(partial(other_formula, change)),
+        f"the optimizer's step {what} on all ranks",
+        who="nobody",
+        kinds=("update-mismatch",),
+        strikes="update",
+        deterministic=False,  # told at the next step, which reads what this one has left
+        first_step=EARLY,
+        says=(words,),
+        expected_overrides={"ddp": {"dtypes": ("fp32",)}},  # bf16 weights without masters round away what is small
+    )
+    for name, change, what, words in _FORMULAS
+)
