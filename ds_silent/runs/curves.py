@@ -112,7 +112,7 @@ def print_curves(found: tuple[CurveDifference, ...], console: Console) -> None:
     console.print(table)
 
 
-def mean_interval(series: Floats, block: int, level: float) -> tuple[float, float]:
+def mean_interval(series: Floats, block: int, level: float, seed: int = 0) -> tuple[float, float]:
     """Return the interval of the mean of a series, float64 (S,), by the circular block bootstrap.
 
     Each draw's mean is studentised by the spread of its own blocks: percentiles alone are too narrow where there are
@@ -122,7 +122,7 @@ def mean_interval(series: Floats, block: int, level: float) -> tuple[float, floa
     blocks = math.ceil(count / block)
     sums = np.concatenate(([0.0], np.cumsum(np.concatenate((series, series[: block - 1])))))
     means = (sums[block:] - sums[:-block]) / block  # of the block that begins at each step
-    starts = np.random.default_rng(0).integers(0, count, (DRAWS, blocks))
+    starts = np.random.default_rng(seed).integers(0, count, (DRAWS, blocks))
     drawn = means[starts]
     centre = series.mean()
     error = means.std() / math.sqrt(blocks)
