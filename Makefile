@@ -72,7 +72,7 @@ readme: $(READY) ## every command of the documentation that takes minutes, as it
 	@$(PYTHON_IN_VENV) -m pytest -m readme -rA
 
 docs: $(READY) ## write what the pages take from the code (the block's keys, the schemas), and build them as a site
-	@$(PYTHON_IN_VENV) -m ds_silent.commands.block_table docs/block.md
+	@$(PYTHON_IN_VENV) benchmarks/block_table.py docs/block.md
 	@$(PYTHON_IN_VENV) -m ds_silent.commands.schema docs/schemas
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html; for its search: .venv/bin/python -m http.server -d build/site"

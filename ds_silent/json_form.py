@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,24 @@ def newer_version(line: Mapping[str, Any]) -> int | None:
     """The version of a line that this one would read wrongly; None where it reads it."""
     version = line.get("version")
     return version if type(version) is int and version > FORMAT else None
+
+
+def lines_of(path: str | Path, longest: int) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line of a file begins, and the line, but no empty one; of one that is too long, no JSON.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        offset = 0
+        while line := file.readline(longest):
+            length, whole = len(line), line
+            while len(whole) == longest and not whole.endswith(b"\n"):
+                whole, line = file.readline(longest), b"\0"
+                length += len(whole)
+            if line.strip():
+                yield offset, line
+            offset += length
 
 
 def to_json(value: Any) -> Any:

@@ -272,19 +272,14 @@ def refuse_unusable_alerts(wanted: Sequence[AlertConfig], environment: Mapping[s
 
 
 class FollowedEvents:
-    """Send alerts from beside a run, of the lines that come into its ``events.jsonl``.
-
-    Args:
-        to: destinations, as in the block.
-        run: what the messages call it.
-        level: events of this severity or worse.
+    """Send alerts from beside a run, of the warnings and errors that come into its ``events.jsonl``.
 
     Raises:
         ConfigError: one of them is none; one sentence without a secret.
     """
 
-    def __init__(self, to: Sequence[str], run: str, level: Severity = "warning") -> None:
-        config = parse({BLOCK: {"alerts": [{"to": each, "level": level} for each in to]}}, "what was typed")
+    def __init__(self, to: Sequence[str], run: str) -> None:
+        config = parse({BLOCK: {"alerts": [{"to": each, "level": "warning"} for each in to]}}, "what was typed")
         assert isinstance(config, SilentConsistencyConfig)
         refuse_unusable_alerts(config.alerts)
         self._alerts = Alerts(config.alerts, lambda: run)

@@ -20,12 +20,7 @@ SENT, NOT_SENT, WRONG = 0, 1, 2
 
 
 def alert_command(to: Sequence[str], seconds: float) -> int:
-    """Send a test message to each; the exit status of the worst.
-
-    Args:
-        to: as in the block's ``alerts``.
-        seconds: that each may take.
-    """
+    """Send a test message to each, within so many seconds; the exit status of the worst."""
     return max((_tried(each, seconds) for each in to), default=WRONG)
 
 

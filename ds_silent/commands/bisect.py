@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.commands.compare_runs import PARTED, TOGETHER, WRONG
+from ds_silent.commands.compare_runs import PARTED, TOGETHER, wrong
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
 from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
 from ds_silent.config import BLOCK, ConfigError
@@ -72,13 +71,9 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
         if options.json_path is not None:
             Path(options.json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
-        print(f"ds-silent: {printable(one_line(str(error)))}", file=sys.stderr)
-        return WRONG
+        return wrong(one_line(str(error)))
     except OSError as error:
-        print(
-            f"ds-silent: {error.filename!a} cannot be written ({error.strerror}); choose another path", file=sys.stderr
-        )
-        return WRONG
+        return wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
     _print_found(package, options.good, releases, found, console)
     return TOGETHER if found.first is None else PARTED
 

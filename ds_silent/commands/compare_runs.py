@@ -46,7 +46,10 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
     given = [*([golden] if golden is not None else []), *runs]
     try:
         if not 2 <= len(given) <= 3:
-            raise ComparisonError(_how_many(len(given), golden is not None))
+            takes = "compare takes two runs, A and B, and perhaps a repetition of A"
+            if golden is not None:
+                takes = "--golden takes the place of A; name B, and perhaps a repetition of the golden run"
+            raise ComparisonError(f"{takes}, got {len(runs)}{' runs' * (golden is not None)}")
         if options.curves:
             return _curves(given, options.json_path)
         found = compare(*given, tolerance=options.tolerance, names=options.names)
@@ -55,9 +58,9 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
         if options.junit_path is not None:
             write_junit(found, options.junit_path)
     except (ComparisonError, TraceError, ReadingError) as error:
-        return _wrong(str(error))
+        return wrong(str(error))
     except OSError as error:
-        return _wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+        return wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
     print_comparison(found, Console(highlight=False), options.brief)
     return PARTED if found.parted else TOGETHER
 
@@ -70,21 +73,13 @@ def _curves(given: Sequence[str], json_path: str | None) -> int:
         raise ComparisonError("the two runs have measured no step of the same number; compare runs that overlap")
     if json_path is not None:
         rows = [{**asdict(one), "verdict": one.verdict} for one in found]
-        Path(json_path).write_text(
-            json.dumps(to_json({"curves": rows}), allow_nan=False, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(to_json({"curves": rows}), allow_nan=False, indent=1)
+        Path(json_path).write_text(f"{text}\n", encoding="utf-8")
     print_curves(found, Console(highlight=False))
     return TOGETHER
 
 
-def _how_many(count: int, golden: bool) -> str:
-    if golden:
-        return (
-            f"--golden takes the place of A; name B, and perhaps a repetition of the golden run, got {count - 1} runs"
-        )
-    return f"compare takes two runs, A and B, and perhaps a repetition of A, got {count}"
-
-
-def _wrong(sentence: str) -> int:
+def wrong(sentence: str) -> int:
+    """Print the sentence of a mistake; return its exit status."""
     print(f"ds-silent: {printable(sentence)}", file=sys.stderr)
     return WRONG

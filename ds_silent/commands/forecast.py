@@ -16,14 +16,7 @@ from ds_silent.config import DirectionConfig, SilentConsistencyConfig
 from ds_silent.config.block_file import section, switched_on, zero_section
 from ds_silent.config.destination import masked
 from ds_silent.config.errors import about
-from ds_silent.exchange.layout import (
-    LAYERS_TOGETHER,
-    ExchangeShape,
-    Layout,
-    gathers_sketches,
-    layout_of,
-    place_size,
-)
+from ds_silent.exchange.layout import LAYERS_TOGETHER, ExchangeShape, Layout, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.mixing import WORDS
@@ -37,14 +30,7 @@ _MANY_LAYERS = 128
 def forecast_lines(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
 ) -> Iterator[str]:
-    """What the observer will do under ``config`` (a ``SilentConsistencyConfig``), a line for each thing.
-
-    Args:
-        config: the checked block.
-        ds_config: the whole configuration, for the ZeRO stage.
-        world_size: data-parallel ranks N.
-        parameters: trainable parameters, where the size of the model is known.
-    """
+    """What the observer will do under ``config``, a line each; ``parameters``: trainable ones, where they are known."""
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
     yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
@@ -148,41 +134,34 @@ def _response_lines(
 ) -> Iterator[str]:
     """What is done about an error, and what that keeps and sends; see ``ds_silent.respond.responder``."""
     respond, resync = config.respond, config.resync
-    width, dtype = next(
-        ((2, name) for name in ("bf16", "fp16") if switched_on(section(ds_config, name), "enabled")), (4, "fp32")
-    )
+    halves = (name for name in ("bf16", "fp16") if switched_on(section(ds_config, name), "enabled"))
+    dtype = next(halves, "fp32")
+    width = 4 if dtype == "fp32" else 2
     size = f"{width} bytes per parameter" if parameters is None else f"{size_text(width * parameters)} in {dtype}"
     waits = "each step waits for its own check"
     if respond.on_aggregation_error == "retry":
         times = f"up to {respond.retries} times"
         then = "goes on and says so" if respond.on_failed_retry == "report" else "ends with exit status 3"
-        copy = (
-            "keeps no copy of its own"
-            if config.reduction == "ordered"
-            else f"keeps a copy of the local gradient ({size})"
-        )
+        ordered = config.reduction == "ordered"
+        copy = "keeps no copy of its own" if ordered else f"keeps a copy of the local gradient ({size})"
         yield f"  retry       a wrong reduction is repeated {times} before it is used; then the training {then}"
         yield f"              {copy}; {waits}"
     elif respond.on_aggregation_error == "stop":
         yield f"  stops       before a wrong reduction is applied: suspect checkpoint, exit status 3; {waits}"
     steps = config.integrity.replica_interval
     if respond.on_replica_drift in ("majority", "mean"):
-        bits = (
-            "the bits that more than half of the ranks hold" if respond.on_replica_drift == "majority" else "the mean"
-        )
+        majority = respond.on_replica_drift == "majority"
+        bits = "the bits that more than half of the ranks hold" if majority else "the mean"
         yield f"  repairs     replicas compared after every {steps} updates; tensors that differ get {bits}"
         yield "              weights, fp32 masters and optimizer state; while nothing differs, checksums alone are sent"
     elif respond.on_replica_drift == "stop":
         yield f"  stops       when replicas differ after every {steps} updates: suspect checkpoint, exit status 3"
+    state = "weights and optimizer state" if resync.state == "all" else "weights only"
     if resync.mode == "periodic":
-        yield f"  resync      every {resync.interval} updates, what differs is averaged ({_state(resync.state)})"
+        yield f"  resync      every {resync.interval} updates, what differs is averaged ({state})"
     elif resync.mode == "dynamic":
         yield f"  resync      at most every {resync.interval} updates, what differs is averaged beside the next step"
-        yield f"              ({_state(resync.state)}); keeps an fp32 copy of what differs meanwhile"
-
-
-def _state(state: str) -> str:
-    return "weights and optimizer state" if state == "all" else "weights only"
+        yield f"              ({state}); keeps an fp32 copy of what differs meanwhile"
 
 
 def _ordered_lines(
@@ -206,9 +185,8 @@ def _direction(direction: DirectionConfig) -> str:
     sketch = f"sketch of {size} numbers, standard error of one cosine about {size**-0.5:.2g}"
     if direction.method == "exact":
         return "exact cosines at every measurement"
-    return sketch + (
-        f", checked exactly every {direction.exact_interval} measurements" * bool(direction.exact_interval)
-    )
+    exact = f", checked exactly every {direction.exact_interval} measurements" if direction.exact_interval else ""
+    return sketch + exact
 
 
 def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> str:

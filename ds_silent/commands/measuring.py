@@ -54,17 +54,11 @@ def carried_out(
     judge: Callable[[Result], int],
     json_path: str | None,
 ) -> int:
-    """Measures, and prints the report on standard output; a mistake is one sentence on standard error.
-
-    Args:
-        measure: raises ``ConfigError`` for a mistake of the user, ``RankBroke`` where a process ended badly.
-        show: prints the report.
-        to_json: what goes into the file.
-        judge: the exit status of a result.
-        json_path: the file, or None.
+    """Measure, and print the report on standard output; a mistake is one sentence on standard error.
 
     Returns:
-        the exit status: 1 where a process broke, 2 for a mistake, else what ``judge`` says.
+        the exit status: 1 where a process broke (``measure`` raises ``RankBroke``), 2 for a mistake of the user
+        (``ConfigError``), else what ``judge`` says.
     """
     console = console_of_stdout()
     try:

@@ -14,19 +14,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
-from ds_silent.comparison.differences import LINKS, Differences, differences
+from ds_silent.comparison.differences import Differences, differences
 from ds_silent.comparison.explanation import Case, Explanation, explain
 from ds_silent.comparison.judgement import ChainJudge
 from ds_silent.comparison.levels import Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
 from ds_silent.comparison.pairing import pair_steps, pair_tensors
 from ds_silent.comparison.past import Parting
-from ds_silent.comparison.result import LinkResult, TrainingComparison
+from ds_silent.comparison.result import LINKS, LinkResult, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
 __all__ = ["ComparisonError", "TraceError", "TrainingComparison", "compare"]
@@ -106,12 +107,15 @@ class _Comparer:
         """Judge all steps, up to a few behind the one that parts."""
         judge = ChainJudge(self.bounds, self.pairs, None if self.third is None else Repetition(self.bounds))
         followed = _Followed(self, judge) if self.third is not None else None
-        if not self.pairs.tensors:
-            return self._strangers()
+        if not self.pairs.tensors:  # a map of names is all that could help
+            step, left_out = self.steps.steps[0][0], (*self.pairs.left_out, *self.steps.left_out)
+            cause = "the models have no tensor in common; name counterparts with --map"
+            return TrainingComparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
         case: Case | None = None
         different, behind, last = False, 0, self.steps.steps[0][0]
         before: Differences | None = None
-        for apart, after, number in _with_next(self._differences()):
+        for number, (apart, after) in enumerate(pairwise(chain(self._differences(), (None,)))):
+            assert apart is not None  # the end comes last
             if followed is not None:
                 followed.until(apart.a.step)
             loaded = _loaded(before, apart)
@@ -129,13 +133,6 @@ class _Comparer:
             apart = next(one for one in self._differences() if one.a.step == leaning.step)
             case = self._case(leaning, apart, "", True)
         return self._comparison(judge, case, last)
-
-    def _strangers(self) -> TrainingComparison:
-        """Two models that have no parameter in common: a map of names is all that could help."""
-        step = self.steps.steps[0][0]
-        cause = "the models have no tensor in common; name counterparts with --map"
-        left_out = (*self.pairs.left_out, *self.steps.left_out)
-        return TrainingComparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
 
     def _case(self, finding: Parting, apart: Differences, loaded: str, first: bool) -> Case:
         return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
@@ -235,18 +232,6 @@ class _Followed:
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
                 repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
-
-
-def _with_next(found: Iterator[Differences]) -> Iterator[tuple[Differences, Differences | None, int]]:
-    """Yield each with the one behind it, and its place."""
-    before: Differences | None = None
-    number = -1
-    for number, one in enumerate(found):
-        if before is not None:
-            yield before, one, number - 1
-        before = one
-    if before is not None:
-        yield before, None, number
 
 
 def _loaded(before: Differences | None, apart: Differences) -> str:

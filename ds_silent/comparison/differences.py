@@ -20,18 +20,11 @@ from ds_silent.comparison.pairing import Pairs, TensorPair
 from ds_silent.trace import Gradient, Step, Used
 
 Array = npt.NDArray[np.float64]
-LINKS = ("settings", "rows", "weights", "loss", "local", "reduced", "applied", "update", "rates")
-"""The chain of one step, in the order in which a training computes it."""
 UNIT_ROUNDOFF = {
-    "fp64": 2.0**-53,
-    "float64": 2.0**-53,
-    "fp32": 2.0**-24,
-    "float32": 2.0**-24,
-    "bf16": 2.0**-8,
-    "bfloat16": 2.0**-8,
-    "fp16": 2.0**-11,
-    "float16": 2.0**-11,
-    "half": 2.0**-11,
+    **dict.fromkeys(("fp64", "float64"), 2.0**-53),
+    **dict.fromkeys(("fp32", "float32"), 2.0**-24),
+    **dict.fromkeys(("bf16", "bfloat16"), 2.0**-8),
+    **dict.fromkeys(("fp16", "float16", "half"), 2.0**-11),
 }
 SMALL = 0.1
 """Of the median tensor's size: weights below it may be what rounding made of zeros."""
@@ -57,14 +50,12 @@ class Apart:
         cosine: of the two; NaN where only norms are known.
         ratio: B's norm over A's; NaN where the sketches' error is all that it tells.
         share: A's norm over that of the whole gradient.
-        whole: B's norm over A's, of the whole gradient.
     """
 
     relative: Array
     cosine: Array
     ratio: Array
     share: Array
-    whole: float
 
 
 @dataclass(frozen=True)
@@ -228,7 +219,7 @@ def _apart(pairs: Pairs, a: Gradient | None, b: Gradient | None) -> Apart | None
     lost = np.isfinite(norms) != np.isfinite(others)
     apart[lost] = math.inf
     apart[~np.isfinite(norms) & ~np.isfinite(others)] = 0.0
-    return Apart(apart, cosine, ratio, share, b.norm / a.norm if a.norm > 0.0 else math.nan)
+    return Apart(apart, cosine, ratio, share)
 
 
 def _same_size(one: Any, other: Any) -> tuple[Array, Array]:

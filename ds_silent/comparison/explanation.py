@@ -108,17 +108,10 @@ def _rows(case: Case) -> Said:
     for here, wanted, names in ((0, other, "BA"), (1, one, "AB")):
         at = (case.apart.a, case.apart.b)[here].step
         if (found := _step_with(case.traces[here], wanted, at)) is not None:
-            return (
-                f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}: the order is shifted",
-                None,
-                "",
-            )
-    later = [case.traces[side].steps for side in (0, 1)]
-    agree = [
-        case.traces[0].at(n).rows == case.traces[1].at(n).rows
-        for n in range(step + 1, step + 4)
-        if n in later[0] and n in later[1]
-    ]
+            whose = f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}"
+            return f"{whose}: the order is shifted", None, ""
+    a, b = case.traces
+    agree = [a.at(n).rows == b.at(n).rows for n in range(step + 1, step + 4) if n in a and n in b]
     if agree and all(agree):
         return "other rows in this step alone; the next ones have the same again", None, ""
     return "other rows from this step on" if not case.first else "other rows: another seed, order or data", None, "seed"

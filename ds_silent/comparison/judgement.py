@@ -21,16 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
-from ds_silent.comparison.levels import (
-    EARLY_STEPS,
-    FIRST_MARGIN,
-    FOLLOWS,
-    HALF,
-    LARGE,
-    SATURATED,
-    Bounds,
-    Repetition,
-)
+from ds_silent.comparison.levels import EARLY_STEPS, FIRST_MARGIN, FOLLOWS, HALF, LARGE, SATURATED, Bounds, Repetition
 from ds_silent.comparison.pairing import Pairs
 from ds_silent.comparison.past import Parting, Past, largest, noise
 
@@ -176,11 +167,10 @@ class ChainJudge:
                 off = apart.wrong[culprit]
                 places = np.flatnonzero((off > bound) & (apart.wrong[other] <= bound))
                 if len(places):
-                    self._note("reduced", float(off[places].max()), bound)
+                    size = float(off[places].max())
+                    self._note("reduced", size, bound)
                     self._found = True
-                    return Parting(
-                        "reduced", tuple(map(int, places)), float(off[places].max()), bound, "own", culprit=name
-                    )
+                    return Parting("reduced", tuple(map(int, places)), size, bound, "own", culprit=name)
         local = 0.0 if apart.local is None or self._found else apart.local.relative
         coupled = np.where(np.isfinite(local), local, 0.0)
         return self._gradient("reduced", apart.reduced, apart.strayed, coupled)
@@ -206,10 +196,8 @@ class ChainJudge:
         carried = np.zeros(len(moved.relative))
         for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
             if gradient is not None and not self._found:
-                now = np.where(np.isfinite(gradient.relative), gradient.relative, 0.0)
-                high = np.append(
-                    np.maximum(self.past.levels[link].high, now), max(self.past.levels[link].median, np.median(now))
-                )
+                now, past = np.where(np.isfinite(gradient.relative), gradient.relative, 0.0), self.past.levels[link]
+                high = np.append(np.maximum(past.high, now), max(past.median, np.median(now)))
                 carried = np.maximum(carried, UPDATE_SHARE * high[self._layer_of])
         allowed = self._allowed("update", level.allowed(carried))
         values = moved.relative.copy()

@@ -86,8 +86,8 @@ def matched(here: Side, there: Side, names: Mapping[str, str]) -> Iterator[Match
             yield how, i, j, *((here.places(i), there.places(j)) if alike else (_NONE, _NONE))
 
     yield from together("map", _mapped(here, there, names))
-    yield from together("name", _unique(here.alone, there.alone, lambda one: (one.name, one.shape)))
-    yield from together("prefix", _unique(here.alone, there.alone, lambda one: (_unwrapped(one.name), one.shape)))
+    yield from together("name", _unique(here, there, lambda one: (one.name, one.shape)))
+    yield from together("prefix", _unique(here, there, lambda one: (_unwrapped(one.name), one.shape)))
     yield from together("prefix", _by_suffix(here.alone, there.alone))
     yield from together("weights", _by_weights(here, there))
     for parts, whole in _fused(here, there):
@@ -100,8 +100,9 @@ def matched(here: Side, there: Side, names: Mapping[str, str]) -> Iterator[Match
         for part, own, shared in parts:
             there.alone.pop(part)
             yield "fused", whole, part, shared, own
-    yield from together("order", _in_order(here.alone, there.alone, lambda one: one.shape))
-    yield from together("transposed", _in_order(here.alone, there.alone, lambda one: tuple(sorted(one.shape))))
+    orders: dict[str, Key] = {"order": lambda one: one.shape, "transposed": lambda one: tuple(sorted(one.shape))}
+    for how, key in orders.items():
+        yield from together(how, _in_order(_keys(here, key), _keys(there, key)))
 
 
 def _mapped(here: Side, there: Side, names: Mapping[str, str]) -> list[tuple[int, int]]:
@@ -134,20 +135,28 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _unique(ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key) -> list[tuple[int, int]]:
+def _keys(side: Side, key: Key) -> dict[int, Any]:
+    return {index: key(one) for index, one in side.alone.items()}
+
+
+def _unique(here: Side, there: Side, key: Key) -> list[tuple[int, int]]:
     """Pairs whose keys are equal, and each the only one of its side."""
-    return [(a[0], b[0]) for a, b in _groups(ones, others, key) if len(a) == len(b) == 1]
+    return [(a[0], b[0]) for a, b in _groups(_keys(here, key), _keys(there, key)) if len(a) == len(b) == 1]
 
 
-def _groups(
-    ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The tensors of each key: of A, and of B."""
+def _in_order(ones: Mapping[int, Any], others: Mapping[int, Any]) -> list[tuple[int, int]]:
+    """Pairs of what has one key, one after the other, where both sides have it as often."""
+    both = _groups(ones, others)
+    return [pair for mine, theirs in both if len(mine) == len(theirs) for pair in zip(mine, theirs, strict=True)]
+
+
+def _groups(ones: Mapping[int, Any], others: Mapping[int, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """The tensors of each key: of A, and of B; of both sides the keys by tensor."""
     mine, theirs = (defaultdict[Any, list[int]](list) for _ in range(2))
-    for found, tensors in ((mine, ones), (theirs, others)):
-        for index, one in tensors.items():
-            found[key(one)].append(index)
-    return ((own, theirs.get(value, [])) for value, own in mine.items())
+    for found, keys in ((mine, ones), (theirs, others)):
+        for index, key in keys.items():
+            found[key].append(index)
+    return ((own, theirs.get(key, [])) for key, own in mine.items())
 
 
 def _by_suffix(ones: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> list[tuple[int, int]]:
@@ -158,15 +167,11 @@ def _by_suffix(ones: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> list
             parts = one.name.split(".")
             for begin in range(len(parts)):
                 ends[".".join(parts[begin:]), one.shape].append((side, index))
-    pairs = {}
-    for i, one in ones.items():
+    pairs: dict[int, int] = {}
+    for one in (*ones.values(), *others.values()):
         found = ends[one.name, one.shape]
-        if len(found) == 2 and found[0][0] != found[1][0]:
-            pairs[i] = found[1][1] if found[1][0] else found[0][1]
-    for j, other in others.items():
-        found = ends[other.name, other.shape]
-        if len(found) == 2 and found[0][0] != found[1][0]:
-            pairs.setdefault(found[0][1] if not found[0][0] else found[1][1], j)
+        if [side for side, _ in found] == [0, 1]:
+            pairs.setdefault(found[0][1], found[1][1])
     return [(i, j) for j, i in {j: i for i, j in pairs.items()}.items()]
 
 
@@ -174,21 +179,14 @@ def _by_weights(here: Side, there: Side) -> list[tuple[int, int]]:
     """Pairs of one shape whose samples have the same bits, as coarse as the coarser of the two dtypes."""
     if here.weights is None or there.weights is None:
         return []
-    sides: list[dict[Any, list[int]]] = []
     rounds = any("16" in one.dtype for one in (*here.alone.values(), *there.alone.values()))
-    for side in (here, there):
-        found: dict[Any, list[int]] = defaultdict(list)
+    sides: tuple[dict[int, Any], ...] = ({}, {})
+    for side, keys in zip((here, there), sides, strict=True):
         for index, one in side.alone.items():
             values = side.values(index)
             if values is not None and len(np.unique(values)) >= LEAST_SHARED:
-                found[one.shape, (coarse(values) if rounds else values).tobytes()].append(index)
-        sides.append(found)
-    pairs = [
-        list(zip(mine, sides[1][key], strict=True))
-        for key, mine in sides[0].items()
-        if len(mine) == len(sides[1].get(key, ()))
-    ]
-    return [pair for several in pairs for pair in several]
+                keys[index] = one.shape, (coarse(values) if rounds else values).tobytes()
+    return _in_order(*sides)
 
 
 def coarse(values: Floats) -> Floats:
@@ -248,12 +246,6 @@ def _shared(parts: Side, run: Sequence[int], wholes: Side, j: int) -> list[Part]
         found.append((i, own + parts.starts[i], other + wholes.starts[j]))
         offset += one.numel
     return found if len(set(values)) >= LEAST_SHARED else None
-
-
-def _in_order(ones: Mapping[int, Tensor], others: Mapping[int, Tensor], key: Key) -> list[tuple[int, int]]:
-    """Pairs of what is left, one after the other, of each shape that both have as often."""
-    both = _groups(ones, others, key)
-    return [pair for mine, theirs in both if len(mine) == len(theirs) for pair in zip(mine, theirs, strict=True)]
 
 
 def untied(side: Side) -> list[int]:

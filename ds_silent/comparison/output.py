@@ -43,17 +43,12 @@ def print_comparison(found: TrainingComparison, console: Console, brief: bool = 
         ("Versions that differ", list(found.versions)),
         ("Left out", list(found.left_out)),
     ):
-        _print_list(console, title, lines)
-
-
-def _print_list(console: Console, title: str, lines: list[str]) -> None:
-    if not lines:
-        return
-    console.print(f"{title}:")
-    for line in lines[:MOST_LINES]:
-        console.print(Text(printable(one_line(f"  {line}"))), soft_wrap=True)
-    if len(lines) > MOST_LINES:
-        console.print(f"  and {len(lines) - MOST_LINES} more")
+        if lines:
+            console.print(f"{title}:")
+        for line in lines[:MOST_LINES]:
+            console.print(Text(printable(one_line(f"  {line}"))), soft_wrap=True)
+        if len(lines) > MOST_LINES:
+            console.print(f"  and {len(lines) - MOST_LINES} more")
 
 
 def _table(found: TrainingComparison) -> Table:
@@ -74,11 +69,8 @@ def _cells(one: LinkResult) -> tuple[str, ...]:
         return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
     exact = one.link in ("rows", "rates")
     largest = "" if exact or not one.largest else f"{one.largest:.2g}"
-    share = (
-        ""
-        if exact or not one.share
-        else (f"{one.share:.0%}" if not 10.0 <= one.share < math.inf else f"{float(f'{one.share:.2g}'):,.0f} times")
-    )
+    share = f"{float(f'{one.share:.2g}'):,.0f} times" if 10.0 <= one.share < math.inf else f"{one.share:.0%}"
+    share = "" if exact or not one.share else share
     return PHRASES[one.link], STATES[one.state], step, str(one.compared), str(one.equal), largest, share
 
 

@@ -70,14 +70,6 @@ class Pairs:
     left_out: tuple[str, ...]
     lonely: str = ""  # the first sentence on tensors without a counterpart
 
-    @property
-    def by(self) -> dict[str, int]:
-        """How many tensors were paired in which way."""
-        found: dict[str, int] = defaultdict(int)
-        for pair in self.tensors:
-            found[pair.how] += 1
-        return dict(found)
-
 
 def pair_tensors(a: Head, b: Head, first_a: Floats | None, first_b: Floats | None, names: Mapping[str, str]) -> Pairs:
     """Pair the tensors and layers of two trainings.
@@ -190,27 +182,22 @@ def pair_steps(a: Trace, b: Trace) -> StepPairs:
     Raises:
         ComparisonError: there is no step that both have.
     """
-    numbers = sorted(set(a.steps) & set(b.steps))
-    if numbers and _same_samples(a, b, numbers[0]):  # a later one with another number is another step of rows
-        return StepPairs(tuple((n, n) for n in numbers), "number", _beyond(a, b, len(numbers), len(numbers)))
-    consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
-    both = sorted(set(consumed[0]) & set(consumed[1]))
-    steps = tuple((consumed[0][samples], consumed[1][samples]) for samples in both)
-    if len(steps) >= max(1, len(numbers) // 2):
-        return StepPairs(steps, "samples", _beyond(a, b, len(steps), len(steps)))
-    if numbers:
-        return StepPairs(tuple((n, n) for n in numbers), "number", _beyond(a, b, len(numbers), len(numbers)))
-    raise ComparisonError(f"A and B have no step in common: {_extent(a)} in A, {_extent(b)} in B; trace the same steps")
+    steps, by = [(n, n) for n in sorted(set(a.steps) & set(b.steps))], "number"
+    first = {trace.at(steps[0][0]).samples for trace in (a, b)} - {None} if steps else set()
+    if not steps or len(first) == 2:  # a later step with another number is another step of rows
+        consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
+        both = sorted(set(consumed[0]) & set(consumed[1]))
+        if len(both) >= max(1, len(steps) // 2):
+            steps, by = [(consumed[0][samples], consumed[1][samples]) for samples in both], "samples"
+    if not steps:
+        extents = f"{_extent(a)} in A, {_extent(b)} in B"
+        raise ComparisonError(f"A and B have no step in common: {extents}; trace the same steps")
+    return StepPairs(tuple(steps), by, _beyond(a, b, len(steps)))
 
 
-def _same_samples(a: Trace, b: Trace, number: int) -> bool:
-    one, other = a.at(number).samples, b.at(number).samples
-    return one is None or other is None or one == other
-
-
-def _beyond(a: Trace, b: Trace, in_a: int, in_b: int) -> tuple[str, ...]:
+def _beyond(a: Trace, b: Trace, used: int) -> tuple[str, ...]:
     found = []
-    for trace, used, name, other in ((a, in_a, "A", "B"), (b, in_b, "B", "A")):
+    for trace, name, other in ((a, "A", "B"), (b, "B", "A")):
         if len(trace) > used:
             found.append(f"{len(trace) - used} steps of {name} that {other} has not")
         if trace.skipped:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from ds_silent.comparison.defaults import SettingDifference
 from ds_silent.text import one_line
 
 Link = Literal["settings", "rows", "weights", "loss", "local", "reduced", "applied", "update", "rates"]
+LINKS: tuple[Link, ...] = get_args(Link)
+"""The chain of one step, in the order in which a training computes it."""
 PHRASES: dict[str, str] = {
-    "settings": "settings",
-    "rows": "rows",
-    "weights": "weights",
-    "loss": "loss",
-    "local": "local gradient",
-    "reduced": "reduced gradient",
-    "applied": "applied gradient",
-    "update": "update",
-    "rates": "rates",
+    link: f"{link} gradient" if link in ("local", "reduced", "applied") else link for link in LINKS
 }
 """Each link, as sentences name it."""
 

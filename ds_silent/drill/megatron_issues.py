@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ds_silent
 from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import NOTHING, Injection, Target
+from ds_silent.drill.faults.injection import NOTHING
 from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
 from ds_silent.observing.observer import Observer
 from ds_silent.records import EventKind
@@ -33,10 +33,6 @@ CLIP = 0.5
 RANKS = 4  # of the scenarios' groups
 Damage = Callable[[Any], AbstractContextManager[Any]]
 """Of the first chunk, once it is wrapped: what is wrong until the training ends."""
-
-
-def _right(chunk: Any) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 def _factor(times: float, experts: bool = False) -> Damage:
@@ -107,7 +103,7 @@ class Scenario:
     title: str
     healthy: str
     shape: GptShape = field(default_factory=GptShape)
-    fault: Damage = _right
+    fault: Damage = nullcontext  # nothing is wrong
     expected: EventKind | None = None  # kind of the first event; None: none
     issue: str = ""  # of NVIDIA/Megatron-LM
     who: Literal["nobody", "all ranks"] = "nobody"
@@ -133,7 +129,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                             says=("2 times the mean",)),
     "expert-factor": Scenario("experts divided by their own group", "healthy-experts", EXPERTS,
                               _factor(2.0, experts=True), _WRONG, "#7165"),
-    "experts-in-dense-group": Scenario("experts in the group of all", "healthy-experts", EXPERTS, _right,
+    "experts-in-dense-group": Scenario("experts in the group of all", "healthy-experts", EXPERTS, nullcontext,
                                        "initial-weights-mismatch", "#6080, #1622, #7289", together=True,
                                        first_step=0),
     "layer-norms": Scenario("layer norms of a TP rank not reduced", "healthy-tensor", TENSOR,
@@ -143,28 +139,22 @@ SCENARIOS: Mapping[str, Scenario] = {
     "embeddings": Scenario("embeddings of PP not tied", "healthy-pipeline", PIPELINE,
                            _without("_allreduce_word_embedding_grads"), "replica-drift", "#656",
                            says=("tied embeddings",)),
-    "no-buffer": Scenario("parameters in no buffer", "healthy-plain", PLAIN, _right, "unreduced-gradient", "#565",
+    "no-buffer": Scenario("parameters in no buffer", "healthy-plain", PLAIN, nullcontext, "unreduced-gradient", "#565",
                           late=True, says=("No gradient buffer",)),
     "left-in-buffer": Scenario("gathered weights left in the gradients' buffer", "healthy-plain", PLAIN,
                                _left_in_buffer, _WRONG, "#4609", first_step=2, says=("not cleared",)),
     "norm": Scenario("a norm of a part of the model", "healthy-tensor", TENSOR, _smaller_norm, _WRONG, "#5916"),
     "stale-weights": Scenario("a bucket of weights that is never gathered", "healthy-tensor", PLAIN, _never_gathered,
                               "replica-drift", "#950", distributed=True),
-    "same-rows": Scenario("the same rows on all ranks", "healthy-plain", PLAIN, _right, "duplicate-data", "#7299",
-                          who="all ranks", same_rows=True),
+    "same-rows": Scenario("the same rows on all ranks", "healthy-plain", PLAIN, nullcontext, "duplicate-data",
+                          "#7299", who="all ranks", same_rows=True),
 }
 # fmt: on
 """By name."""
 
 
 class ScenarioTraining:
-    """One rank's.
-
-    Attributes:
-        chunk: the only one of this rank.
-        optimizer: Megatron's.
-        observer: of this rank's data-parallel group.
-    """
+    """One rank's; ``chunk`` is its only one, ``observer`` that of its data-parallel group."""
 
     def __init__(self, chunk: Any, optimizer: Any, observer: Observer, batches: Iterator[Tensor]):
         self.chunk, self.optimizer, self.observer, self._batches = chunk, optimizer, observer, batches
@@ -238,16 +228,11 @@ def _batches(share: int, shares: int) -> Iterator[Tensor]:
 # -- as faults of the drill --------------------------------------------------------------------------------------------
 
 
-def _nothing(target: Target, me: int) -> Injection:
-    """What goes wrong is in the scenario."""
-    return NOTHING
-
-
 def _fault(name: str, scenario: Scenario) -> Fault:
     assert scenario.expected is not None
     return Fault(
         name,
-        _nothing,
+        lambda target, me: NOTHING,  # what goes wrong is in the scenario
         f"{scenario.title} (Megatron-LM {scenario.issue})",
         scenario.who,
         (scenario.expected,),

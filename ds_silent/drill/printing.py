@@ -59,32 +59,23 @@ def print_report(outcome: Outcome, console: Console) -> None:
     for note in setting.notes:
         console.print(f"  {note}", markup=False, highlight=False)
     console.print(_table(outcome))
-    if outcome.skipped:
-        for line in setting.left_out([setting.faults[name] for name in outcome.skipped]):
-            console.print(line, markup=False, highlight=False)
-    for note in _notes(outcome):
-        console.print(note, markup=False, highlight=False)
-    if any(result.repair for result in outcome.results):
-        console.print(_REPAIR_NOTE, markup=False, highlight=False)
-    console.print(_LOSS_NOTE, markup=False, highlight=False)
-    console.print(sentence(outcome), markup=False, highlight=False)
+    below = setting.left_out([setting.faults[name] for name in outcome.skipped]) if outcome.skipped else []
+    below += [*_notes(outcome), *([_REPAIR_NOTE] if any(result.repair for result in outcome.results) else [])]
+    for line in (*below, _LOSS_NOTE, sentence(outcome)):
+        console.print(line, markup=False, highlight=False)
 
 
 def _notes(outcome: Outcome) -> list[str]:
     """Say when a replica's fault is due, and what was too small to be seen."""
     notes, setting = [], outcome.setting
-    replicas = [
-        result.trial
-        for result in outcome.results
-        if result.trial.fault and result.trial.fault.strikes == "replica" and not result.trial.response
-    ]
+    trials = [(result.trial.fault, result.trial.target) for result in outcome.results if not result.trial.response]
+    replicas = [(fault, target) for fault, target in trials if fault and fault.strikes == "replica"]
     if replicas and setting.replica_interval:
-        trial = replicas[0]
-        assert trial.fault is not None
-        step = due(trial.fault, trial.target, setting.interval, setting.replica_interval)
+        fault, target = replicas[0]
+        step = due(fault, target, setting.interval, setting.replica_interval)
         notes.append(
             f"Replicas are compared every {setting.replica_interval} steps: what the update of step "
-            f"{trial.target.step} leaves apart is due at step {step}."
+            f"{target.step} leaves apart is due at step {step}."
         )
     for result in outcome.results:
         if result.verdict.answer == "below rounding":

@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_silent.config import ConfigError
 from ds_silent.config.block_file import load_ds_config
-from ds_silent.drill.faults.fault import ORDERED, WARM, Fault, Response
+from ds_silent.drill.faults.fault import ORDERED, WARM, Fault
 from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.run_trial import TrialRun, prepare, run_trial
 from ds_silent.drill.setting import FRAMEWORKS, DrillSetting, make_setting
@@ -78,17 +78,12 @@ class Outcome:
 
 
 def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name: None) -> Outcome:
-    """Start the ranks, run everything, judge.
-
-    Args:
-        options: what to do.
-        heard: called with the name of each training that has ended.
+    """Start the ranks, run everything, judge; ``heard`` is called with the name of each training that has ended.
 
     Raises:
         ConfigError: a mistake in the options or the configuration.
         RankBroke: a training ended by an error; the message holds its last lines.
     """
-    _refuse(options)
     setting = setting_of(options)
     trials, skipped = trials_of(options, setting)
     runs = []
@@ -99,7 +94,12 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
     return Outcome(setting, tuple(judged(trials, runs, setting)), skipped)
 
 
-def _refuse(options: DrillOptions) -> None:
+def setting_of(options: DrillOptions) -> DrillSetting:
+    """Make the configuration of the drill under the framework that was asked for.
+
+    Raises:
+        ConfigError: a mistake in it, or in the options.
+    """
     if options.dtype not in (None, "fp32", "bf16"):
         raise ConfigError(f"--dtype must be fp32 or bf16, got {options.dtype!a}")
     if options.framework not in FRAMEWORKS:
@@ -109,14 +109,6 @@ def _refuse(options: DrillOptions) -> None:
         raise ConfigError(
             f"--rank must be one of the {options.ranks} ranks, 0 to {options.ranks - 1}, got {options.rank}"
         )
-
-
-def setting_of(options: DrillOptions) -> DrillSetting:
-    """Make the configuration of the drill under the framework that was asked for.
-
-    Raises:
-        ConfigError: a mistake in it.
-    """
     given = None if options.config is None else load_ds_config(options.config)
     return make_setting(given, options.ranks, options.stage, options.dtype, options.framework)
 
@@ -150,29 +142,19 @@ def trials_of(options: DrillOptions, setting: DrillSetting) -> tuple[tuple[Trial
         )
     nobody = Target(options.rank, options.ranks, 0)
     healthy = Trial(HEALTHY[0], None, nobody, min(options.steps, HEALTHY_STEPS * interval))
+    short = replace(healthy, steps=HEALTHY_RESPONSE_STEPS)
+    responses = {fault.response.name: fault.response for fault in able if fault.response is not None}
+    # with the healthy training that others are compared with
+    ordered = [ORDERED] if any(response.reference == ORDERED.healthy for response in responses.values()) else []
     trials = [
         healthy,
         replace(healthy, name=HEALTHY[1], ids=False),
         replace(healthy, name=HEALTHY[2], own_seeds=True),
-        *(
-            replace(healthy, name=response.healthy, steps=HEALTHY_RESPONSE_STEPS, response=response)
-            for response in _responses(able)
-        ),
-        *(
-            replace(healthy, name=name, steps=HEALTHY_RESPONSE_STEPS)
-            for name in dict.fromkeys(fault.healthy for fault in able)
-            if name != HEALTHY[0]
-        ),
+        *(replace(short, name=response.healthy, response=response) for response in [*ordered, *responses.values()]),
+        *(replace(short, name=name) for name in dict.fromkeys(fault.healthy for fault in able) if name != HEALTHY[0]),
         *(trial_of(fault, options, setting) for fault in able),
     ]
     return tuple(trials), skipped
-
-
-def _responses(faults: list[Fault]) -> list[Response]:
-    """Return the responses of these faults, and those whose healthy trainings they are compared with, each once."""
-    responses = {fault.response.name: fault.response for fault in faults if fault.response is not None}
-    ordered = [ORDERED] if any(response.reference == ORDERED.healthy for response in responses.values()) else []
-    return [*ordered, *responses.values()]
 
 
 def trial_of(fault: Fault, options: DrillOptions, setting: DrillSetting) -> Trial:
@@ -194,31 +176,19 @@ def judged(trials: tuple[Trial, ...], runs: list[TrialRun], setting: DrillSettin
     """Judge every run, against a healthy one."""
     named = {run.name: run for run in runs}
     for trial, run in zip(trials, runs, strict=True):
-        repair = _judged_repair(trial, run, named)
-        if trial.fault is None:
+        fault, target, response, repair = trial.fault, trial.target, trial.response, None
+        if response is not None:
+            reference = named[response.reference].states
+            repair = judge_repair(fault, target, response, run.events, run.states, reference)
+        if fault is None:
             yield Result(trial, run, judge_healthy(run.events), None, repair)
             continue
-        verdict = judge(
-            trial.fault,
-            trial.target,
-            run.events,
-            setting.answering(trial.response).interval,
-            setting.replica_interval,
-            run.change,
-            run.rounding,
-        )
+        interval = setting.answering(response).interval
+        verdict = judge(fault, target, run.events, interval, setting.replica_interval, run.change, run.rounding)
         last = verdict.step if verdict.found and verdict.step is not None else len(run.losses)
-        healthy = named.get(trial.fault.healthy, runs[0]).losses
-        shift = None if last == 0 else loss_shift(run.losses, healthy, trial.target.step, last)
+        healthy = named.get(fault.healthy, runs[0]).losses
+        shift = None if last == 0 else loss_shift(run.losses, healthy, target.step, last)
         yield Result(trial, run, verdict, shift, repair)
-
-
-def _judged_repair(trial: Trial, run: TrialRun, named: dict[str, TrialRun]) -> RepairVerdict | None:
-    response = trial.response
-    if response is None:
-        return None
-    reference = named[response.reference].states
-    return judge_repair(trial.fault, trial.target, response, run.events, run.states, reference)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -230,6 +200,7 @@ def exit_code(outcome: Outcome) -> int:
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return what ``--json`` writes: numbers that are not finite are strings."""
     setting = outcome.setting
+    reasons = {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}
     return {
         "version": 1,
         "all_found": exit_code(outcome) == 0,
@@ -239,25 +210,16 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "accumulation": setting.accumulation,
         "notes": list(setting.notes),
         "skipped": list(outcome.skipped),
-        **_not_applicable(outcome),
+        # with DeepSpeed their names are enough, because stage and dtype say why
+        **({} if setting.framework == "deepspeed" else {"not_applicable": reasons}),
         "trainings": [_result_json(result) for result in outcome.results],
     }
 
 
-def _not_applicable(outcome: Outcome) -> dict[str, Any]:
-    """Say why faults were left out; with DeepSpeed their names are enough, because stage and dtype say why."""
-    setting = outcome.setting
-    if setting.framework == "deepspeed":
-        return {}
-    return {"not_applicable": {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}}
-
-
 def _result_json(result: Result) -> dict[str, Any]:
-    trial, fault = result.trial, result.trial.fault
-    described = (
-        {}
-        if fault is None
-        else {
+    trial, fault, described = result.trial, result.trial.fault, {}
+    if fault is not None:
+        described = {
             "expected_kinds": list(fault.kinds),
             "expected_ranks": [list(ranks) for ranks in fault.expected_ranks(trial.target)],
             "strikes": fault.strikes,
@@ -268,7 +230,6 @@ def _result_json(result: Result) -> dict[str, Any]:
             "rounding": plain(result.run.rounding),
             "can_be_repaired": None if fault.response is None else fault.repaired,
         }
-    )
     return {
         "name": trial.name,
         "fault": fault is not None,

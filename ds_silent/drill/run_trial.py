@@ -127,16 +127,14 @@ def _rounding(output_dir: Path, step: int) -> float | None:
 
 @contextmanager
 def _environment(changes: Any) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

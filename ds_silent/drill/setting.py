@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
+from ds_silent.config.block_file import section
 from ds_silent.config.errors import about
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
@@ -127,10 +128,10 @@ class DrillSetting:
         if response is None:
             return self
         own = self.config[BLOCK]
-        direction = section(own.get("direction"))
+        direction = dict(section(own, "direction"))
         if direction.get("method") == "off":
             direction["method"] = "sketch"
-        integrity = {**section(own.get("integrity")), "aggregation": True, **response.block.get("integrity", {})}
+        integrity = {**section(own, "integrity"), "aggregation": True, **response.block.get("integrity", {})}
         block = {**own, **response.block, "interval": 1, "direction": direction, "integrity": integrity}
         config = {**self.config, BLOCK: block}
         parsed = parse(config)
@@ -171,9 +172,9 @@ class DrillSetting:
         if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
             return "transformers is not installed"
         if self.framework == "deepspeed":
-            possible = fault.possible(self.stage, self.dtype, self.accumulation)
-            where = f"{self.kind}, {self.dtype}, accumulation {self.accumulation}"
-            return None if possible else f"means nothing under {where}"
+            if self.stage in fault.stages and self.dtype in fault.dtypes and self.accumulation >= fault.accumulation:
+                return None
+            return f"means nothing under {self.kind}, {self.dtype}, accumulation {self.accumulation}"
         if fault.only_ranks is not None:
             return None if self.ranks == fault.only_ranks else f"its groups are of {fault.only_ranks} ranks"
         if self.variant in fault.not_applicable:
@@ -266,13 +267,10 @@ def _refuse_stage(framework: str, stage: int | None) -> None:
 def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None, list[str]]:
     """Parse the block, with replicas that are compared every few measured steps where ``given`` leaves the default."""
     block = parse(given)
-    if block is None or "replica_interval" in section(given[BLOCK].get("integrity")):
+    if block is None or "replica_interval" in (integrity := section(given[BLOCK], "integrity")):
         return block, []
     steps = REPLICA_MEASUREMENTS * block.interval
-    given[BLOCK] = {
-        **given[BLOCK],
-        "integrity": {**section(given[BLOCK].get("integrity")), "replica_interval": steps},
-    }
+    given[BLOCK] = {**given[BLOCK], "integrity": {**integrity, "replica_interval": steps}}
     default = block.integrity.replica_interval
     return parse(given), [f"integrity.replica_interval: {steps} instead of the default {default}, to stay short"]
 
@@ -319,8 +317,3 @@ def batch_of(given: Mapping[str, Any]) -> tuple[int, int, list[str]]:
             notes.append(f"{key}: {largest} instead of {value}, to stay short")
         sizes.append(min(value, largest))
     return sizes[0], sizes[1], notes
-
-
-def section(value: Any) -> dict[str, Any]:
-    """Copy a part of a configuration."""
-    return dict(value) if isinstance(value, Mapping) else {}

@@ -41,14 +41,7 @@ import ds_silent
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import section
 from ds_silent.drill.faults.injection import Batch, Injection
-from ds_silent.drill.training import (
-    LARGEST_BUCKET,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    DrillTraining,
-    Hooks,
-    Script,
-)
+from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, DrillTraining, Hooks, Script
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 
@@ -242,22 +235,9 @@ SILENT = (
 
 
 def ds_config_of(
-    given: Mapping[str, Any],
-    ranks: int,
-    micro_batch: int,
-    accumulation: int,
-    stage: int | None = None,
-    dtype: str | None = None,
+    given: Mapping[str, Any], ranks: int, micro_batch: int, accumulation: int, stage: int | None, dtype: str | None
 ) -> tuple[dict[str, Any], str, list[str]]:
-    """Return the ds_config without a block, the dtype, and what was changed.
-
-    Args:
-        given: the user's.
-        ranks: data-parallel ranks of the drill, whatever the configuration was written for.
-        micro_batch: rows.
-        accumulation: micro-batches of a step.
-        stage: replaces ``zero_optimization.stage``.
-        dtype: replaces the dtype.
+    """Return the ds_config without a block, the dtype, and what was changed; arguments as of ``make_setting``.
 
     Raises:
         ConfigError: DeepSpeed would refuse it.

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ds_silent
 from ds_silent.drill.faults.injection import Batch
 from ds_silent.drill.setting import DrillSetting
 from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, DrillTraining, Hooks, Script
-from ds_silent.frameworks.ddp import attach_ddp
-from ds_silent.frameworks.fsdp2 import attach_fsdp2, fsdp_modules, plain_parameters
+from ds_silent.frameworks.fsdp2 import fsdp_modules, plain_parameters
 from ds_silent.observing.observer import Observer
 
 Among = Callable[[dist.ProcessGroup], object]
@@ -44,6 +44,10 @@ class LoopTraining(DrillTraining):
     def reduce(self, sent: Tensor, got: Tensor, run: Callable[[], object], among: Among) -> None:
         """Run one collective of the gradients: what this rank puts in, and what it gets."""
         self.hooks.collective("reduction", got, run, sent=sent.view(-1), among=among)
+
+    def attach(self, block: dict[str, Any]) -> Observer | None:
+        loader, accumulation = self.script.loader, self.setting.accumulation
+        return ds_silent.attach(self.model, block, optimizer=self.optimizer, loader=loader, accumulation=accumulation)
 
     def left_out(self, name: str) -> bool:
         """Whether a parameter takes no part in the reduction under way."""
@@ -111,10 +115,6 @@ class DDPTraining(LoopTraining):
 
         self.model.register_comm_hook(None, allreduce_hook)
 
-    def attach(self, block: dict[str, Any]) -> Observer | None:
-        accumulation = self.setting.accumulation
-        return attach_ddp(self.model, self.optimizer, block, loader=self.script.loader, accumulation=accumulation)
-
 
 class FSDP2Training(LoopTraining):
     """Under FSDP2; in bf16 its shards stay fp32, and forward, gradients and their reduction are bf16."""
@@ -158,7 +158,3 @@ class FSDP2Training(LoopTraining):
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
             if hasattr(dist, name):
                 self.hooks.patches.wrap(dist, name, scatter)
-
-    def attach(self, block: dict[str, Any]) -> Observer | None:
-        accumulation = self.setting.accumulation
-        return attach_fsdp2(self.model, self.optimizer, block, loader=self.script.loader, accumulation=accumulation)

@@ -71,9 +71,6 @@ def judge(
     """Judge by the first event of the right kind, ranks and cause; any alarm before the fault is a false one.
 
     Args:
-        fault: what was injected.
-        target: on whom and when; ``target.step`` is an optimizer step.
-        events: all of the run, as ``events.jsonl`` holds them.
         interval: optimizer steps between measurements.
         replica_interval: optimizer steps between two comparisons of the replicas; 0 is never.
         change: relative length of the corruption, where the injection knows it.
@@ -89,7 +86,7 @@ def judge(
     expected = fault.expected_ranks(target)
     right = [event for event in kinds if tuple(event["ranks"]) in expected]
     # a "step before" that was not measured is not known
-    told = [event for event in right if interval > 1 or says(event, fault.expected_words(target))]
+    told = [event for event in right if interval > 1 or says(event, target.named_in(fault.says))]
     if told:
         late = fault.deterministic and told[0]["step"] > due(fault, target, interval, replica_interval)
         return _verdict("found", told[0], raised, late)
@@ -138,10 +135,8 @@ def loss_shift(losses: Sequence[float], healthy: Sequence[float], first: int, la
     a person who watches one curve has no such pair and sees less. None: no step of both runs lies within.
 
     Args:
-        losses: loss averaged over the ranks at steps 1, 2, …
-        healthy: of the run without a fault.
-        first: step at which the fault began.
-        last: step at which it was found, or the run's last.
+        losses, healthy: averaged over the ranks at steps 1, 2, …
+        first, last: steps at which the fault began, and at which it was found or the run ended.
     """
     pairs = list(zip(losses, healthy, strict=False))[max(first, 1) - 1 : last]
     if not pairs or len(healthy) < 2:
@@ -158,12 +153,10 @@ def _verdict(
     return FaultVerdict(answer, event["step"], event["kind"], tuple(event["ranks"]), late, tuple(also))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Was it repaired, and only what could be? Pure: events and states in, a judgement out.
+# -- Was it repaired, and only what could be? --------------------------------------------------------------------------
 #
 # ``states`` and ``healthy`` hold a hash per rank for every step, the latter of the training without a fault: an event
 # that says "repaired" is believed only when they agree.
-
 
 States = Sequence[tuple[str, ...]]
 RepairAnswer = Literal[
@@ -206,16 +199,7 @@ def judge_repair(
     states: States,
     healthy: States,
 ) -> RepairVerdict:
-    """Judge what the response has made of a fault, or of none.
-
-    Args:
-        fault: what was injected; None is a healthy training.
-        target: on whom and when.
-        response: that was switched on.
-        events: all of the run.
-        states: after steps 1, 2, …, one hash per rank.
-        healthy: of the reference, at least as long.
-    """
+    """Judge what the response has made of a fault, or of none; ``healthy`` is at least as long as ``states``."""
     claims = [event for event in events if event["kind"] == "repaired"]
     first = claims[0]["step"] if claims else None
     alike = [own == other for own, other in zip(states, healthy, strict=False)]
@@ -226,7 +210,7 @@ def judge_repair(
     settled = response.settled(target.step)
     if first is not None and not fault.again and target.step <= first < settled:
         settled = first  # a finding has the replicas compared before the interval does
-    words = tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in fault.repair_says)
+    words = target.named_in(fault.repair_says)
     if not fault.repaired:
         if claims:
             return RepairVerdict("claimed", first)

@@ -58,10 +58,8 @@ def hash_of(values: Iterable[object]) -> str:
     """Return the sha256 of tensors' bits, and of anything else as Python shows it, in their order."""
     digest = hashlib.sha256()
     for value in values:
-        digest.update(_bytes(value) if isinstance(value, Tensor) else repr(value).encode())
+        if isinstance(value, Tensor):
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().tobytes()

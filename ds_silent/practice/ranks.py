@@ -73,12 +73,9 @@ def results_of(
     timeout: float = 120.0,
     may_die: tuple[int, ...] = (),
 ) -> list[Any]:
-    """Return what ``function(*arguments)`` returns on each rank.
+    """Return what ``function(*arguments)``, which may start processes of its own, returns on each rank.
 
     Args:
-        function: may start processes of its own.
-        arguments: the same on every rank.
-        ranks: how many.
         timeout: seconds for all ranks together; what is left then is killed.
         may_die: ranks that may break; their result is then None.
 
@@ -101,11 +98,7 @@ def results_of(
 
 
 def _report(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, first: bool) -> None:
-    work(sender.send if first else _nowhere, *arguments)
-
-
-def _nowhere(message: Any) -> None:
-    """Rank 0 alone reports."""
+    work(sender.send if first else lambda message: None, *arguments)
 
 
 def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) -> None:

@@ -19,28 +19,18 @@ STOPPED = 3
 def end_by_event(event: Event | None, stop_on: str) -> SystemExit:
     """To be raised: ``detectors.stop_on`` ends the training. ``event``: on the writing rank."""
     if event is not None:
-        logger.error(
-            "ds_silent: the training ends here, because of the event %s of step %d and "
-            'silent_consistency.detectors.stop_on "%s": %s',
-            event.kind,
-            event.step,
-            stop_on,
-            event.message,
-        )
+        because = 'the event %s of step %d and silent_consistency.detectors.stop_on "%s": %s'
+        said = f"ds_silent: the training ends here, because of {because}"
+        logger.error(said, event.kind, event.step, stop_on, event.message)
     return SystemExit(STOPPED)
 
 
 def end_suspect(step: int, why: str, output_dir: str, saved: Path | None, tells: bool) -> SystemExit:
     """To be raised: a response ends the training. ``saved``: where the suspect checkpoint is; ``tells``: this rank."""
     if tells:
-        logger.error(
-            "ds_silent: the training ends here, at step %d, because of silent_consistency.%s; events.jsonl in %s "
-            "says what was wrong%s",
-            step,
-            why,
-            output_dir,
-            f", and {saved} holds what the ranks have, marked as suspect" if saved is not None else "",
-        )
+        marked = "" if saved is None else f", and {saved} holds what the ranks have, marked as suspect"
+        said = "ds_silent: the training ends here, at step %d, because of silent_consistency.%s; events.jsonl in %s "
+        logger.error(said + "says what was wrong%s", step, why, output_dir, marked)
     return SystemExit(STOPPED)
 
 

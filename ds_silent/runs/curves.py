@@ -68,12 +68,8 @@ class CurveDifference:
         return "lower in B" if self.high < 0.0 else "no difference shown"
 
 
-def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str], seed: int = 0) -> tuple[CurveDifference, ...]:
-    """Compare the metrics of two runs' records.
-
-    Args:
-        a, b: directories (``output_dir``).
-        seed: of the bootstrap.
+def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[CurveDifference, ...]:
+    """Compare the metrics of two runs' records, in the directories a and b (``output_dir``).
 
     Raises:
         ds_silent.runs.ReadingError: there is no run to read; the message is one sentence.
@@ -90,17 +86,17 @@ def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str], seed: i
             ours, theirs = (np.array([of_run[step] for step in steps]) for of_run in values)
             found.append((metric.column, ours, theirs))
     level = 1.0 - (1.0 - LEVEL) / max(1, len(found))
-    return tuple(_difference(name, ours, theirs, level, seed) for name, ours, theirs in found)
+    return tuple(_difference(name, ours, theirs, level) for name, ours, theirs in found)
 
 
-def _difference(name: str, a: Floats, b: Floats, level: float, seed: int) -> CurveDifference:
+def _difference(name: str, a: Floats, b: Floats, level: float) -> CurveDifference:
     series = b - a
     block = block_length(series)
     low, high = math.nan, math.nan
     if not series.any():
         low = high = 0.0
     elif len(series) >= max(FEWEST_STEPS, FEWEST_BLOCKS * block):
-        low, high = mean_interval(series, block, level, seed)
+        low, high = mean_interval(series, block, level)
     return CurveDifference(name, len(series), a.mean(), b.mean(), series.mean(), low, high, block)
 
 

@@ -80,7 +80,9 @@ class Follower:
         end, full = data.rfind(b"\n") + 1, len(data) == _AT_ONCE
         if not end and not full:  # its end is still to come
             return News([], restarted)
-        self._advance(data[:end] if end else data)
+        taken = data[:end] if end else data
+        self._place += len(taken)
+        self._witness = (self._witness + taken[-_WITNESS:])[-_WITNESS:]
         more = full and self._place < status.st_size
         if not end:  # the line is too long to be ours
             broken, self._skipping = int(not self._skipping), True
@@ -89,10 +91,6 @@ class Follower:
         if self._skipping:
             lines, self._skipping = lines[1:], False
         return self._news([line for line in lines if line.strip()], restarted, more)
-
-    def _advance(self, data: bytes) -> None:
-        self._place += len(data)
-        self._witness = (self._witness + data[-_WITNESS:])[-_WITNESS:]
 
     def _forget(self) -> bool:
         """Begin anew; return whether anything had been read."""

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ds_silent.json_form import FORMAT, from_json, newer_version, to_json
+from ds_silent.json_form import FORMAT, from_json, lines_of, newer_version, to_json
 from ds_silent.records import CosineMatrix, Event, Scores, StepRecord
 from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
@@ -92,9 +92,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Return the events of an ``events.jsonl``, by step, in the order of writing within a step.
 
     The same event (step, kind, ranks, place) written again by a resumed run counts once, as it was written last.
-
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError where the file cannot be read.
     """
     kept: dict[str, dict[str, Any]] = {}
     for event in _objects(Path(path), ("step", "kind")):
@@ -107,9 +105,6 @@ def read_records(path: str | Path) -> Iterator[StepRecord]:
     """Yield the records of a ``metrics.jsonl`` as :func:`read_metrics` chooses them; without what only the sinks draw.
 
     Of lines of an older or a newer version what this one knows, see :func:`ds_silent.records.from_json`.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     return _as(StepRecord, read_metrics(path), path)
 
@@ -170,20 +165,14 @@ def parsed_line(line: bytes, keys: tuple[str, ...]) -> dict[str, Any] | None:
 def _objects(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield every line that is an object with ``keys`` and a whole number as its step; count the others."""
     broken, newer = 0, Counter[int]()
-    with open(path, "rb") as file:
-        while line := file.readline(LONGEST_LINE):
-            rest = line
-            while len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-                rest = file.readline(LONGEST_LINE)
-            if not line.strip():
-                continue
-            value = parsed_line(line, keys)
-            if value is None:
-                broken += 1
-            elif version := newer_version(value):
-                newer[version] += 1
-            else:
-                yield value
+    for _, line in lines_of(path, LONGEST_LINE):
+        value = parsed_line(line, keys)
+        if value is None:
+            broken += 1
+        elif version := newer_version(value):
+            newer[version] += 1
+        else:
+            yield value
     for version, count in sorted(newer.items()):
         logger.warning("ds_silent: %s: %s", ascii(os.fspath(path)), newer_lines(version, count))
     if broken:

@@ -100,14 +100,11 @@ def open_prometheus(port: int, address: str, run: Callable[[], str]) -> Promethe
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
-        logger.warning(
+        said = (
             "ds_silent: no metrics are served for %s, the training goes on: %s port %d cannot be listened on (%s); set "
-            "silent_consistency.metrics_port to a free one",
-            ascii(run()),
-            ascii(address),
-            port,
-            error.strerror,
+            "silent_consistency.metrics_port to a free one"
         )
+        logger.warning(said, ascii(run()), ascii(address), port, error.strerror)
         return None
     if hasattr(os, "register_at_fork"):  # a child, as a DataLoader's worker, would keep the port after its parent's end
         in_children(server, lambda inherited: inherited.socket.close())

@@ -169,20 +169,15 @@ def holds_step(directory: Path, step: int, samples: int, interval: int) -> bool:
 
     ``interval``: steps between records.
     """
-    for record in _records_backwards(directory / FILES[0]):
+    for line in _lines_backwards(directory / FILES[0]):  # after a resume, what was written last is what counts
+        record = parsed_line(line, ("step", "samples"))
+        if record is None or type(record["samples"]) is not int:
+            continue
         if record["step"] == step:
             return bool(record["samples"] == samples)
         if record["step"] < step:
             return bool(step - record["step"] < interval and record["samples"] < samples)
     return step < interval  # no record was due yet
-
-
-def _records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last written first: after a resume, that is the one that counts."""
-    for line in _lines_backwards(path):
-        record = parsed_line(line, ("step", "samples"))
-        if record is not None and type(record["samples"]) is int:
-            yield record
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ds_silent.json_form import from_json
+from ds_silent.json_form import from_json, lines_of
 from ds_silent.trace.form import NAME, SAMPLES, VERSION, Floats, Gradient, Head, Step, StepNumbers
 
 LONGEST_LINE = 1 << 25
@@ -94,7 +94,7 @@ def read_trace(path: str | Path) -> Trace:
     places: dict[int, _Place] = {}
     skipped, last = 0, -1
     try:
-        for offset, line in _lines(file):
+        for offset, line in lines_of(file, LONGEST_LINE):
             value = _object(line)
             if value is not None and "trace" in value and (head := _head(value, file)) is not None:
                 heads.append(head)
@@ -135,20 +135,6 @@ def _file_of(path: Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise TraceError(f"{_shown(path)} cannot be read ({reason}); name a run's directory or its {NAME}") from None
     return path
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line begins, and the line; of one that is too long, nothing."""
-    with open(path, "rb") as file:
-        offset = 0
-        while line := file.readline(LONGEST_LINE):
-            length, whole = len(line), line
-            while len(whole) == LONGEST_LINE and not whole.endswith(b"\n"):
-                whole, line = file.readline(LONGEST_LINE), b"\0"
-                length += len(whole)
-            if line.strip():
-                yield offset, line
-            offset += length
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_silent.commands.block_table import BEGIN, END, block_table, main, with_table
+from benchmarks.block_table import BEGIN, END, block_table, main, with_table
 from ds_silent.config import AlertConfig, SilentConsistencyConfig, TraceConfig
 
 ROOT = Path(__file__).resolve().parents[2]

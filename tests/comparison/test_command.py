@@ -15,9 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.comparison.differences import LINKS
 from ds_silent.comparison.output import STATES
-from ds_silent.comparison.result import PHRASES
+from ds_silent.comparison.result import LINKS, PHRASES
 from ds_silent.testing import assert_same_training
 from tests.comparison.conftest import Trained
 from tests.support.pages import DOCS, ROOT, fences

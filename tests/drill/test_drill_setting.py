@@ -11,7 +11,7 @@ import pytest
 from ds_silent.config import ConfigError, RespondConfig
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import MAJORITY, RETRY
-from ds_silent.drill.faults.formulas import FORMULA_FAULTS
+from ds_silent.drill.faults.promises import FORMULA_FAULTS
 from ds_silent.drill.run_drill import HEALTHY, DrillOptions, trials_of
 from ds_silent.drill.setting import make_setting
 

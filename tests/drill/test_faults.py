@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.catalogue import FAULTS
-from ds_silent.drill.faults.formulas import FORMULA_FAULTS
 from ds_silent.drill.faults.injection import NOTHING, Batch, Shard, Target
-from ds_silent.drill.faults.promises import PROMISE_FAULTS
+from ds_silent.drill.faults.promises import FORMULA_FAULTS, PROMISE_FAULTS
 from ds_silent.practice.model import IGNORED, PracticeModel, make_rows, warm_up
 from tests.support.pages import DOCS, ROOT
 
@@ -67,7 +66,7 @@ def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
         assert name == fault.name
         assert fault.kinds
         assert set(fault.kinds) <= KINDS
-        assert pickle.loads(pickle.dumps(fault)).name == name  # it travels to the ranks
+        assert pickle.loads(pickle.dumps(fault)) == fault  # it travels to the ranks
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.drill.faults.injection import (
-    Change,
     Collective,
     Injection,
     Target,
     add_noise,
+    changing,
     flip_bit,
     top_exponent_bit,
 )
@@ -49,8 +49,7 @@ def weighted_contribution(weight: float, target: Target, me: int) -> Injection:
 
 
 # the last micro-batch's gradient is computed, and never accumulated
-missing_micro_batch = Change(
-    "missing_micro_batch",
+missing_micro_batch = changing(
     captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None,
 )
 
@@ -59,10 +58,8 @@ missing_micro_batch = Change(
 
 
 # the collective is never called for the first bucket: each rank goes on with its own gradient
-dropped_bucket = Change(
-    "dropped_bucket", reduction=lambda target, under_way: under_way.run() if under_way.bucket else None
-)
-unreduced_parameter = Change("unreduced_parameter", left_out=lambda target, name, step: name == UNREDUCED)
+dropped_bucket = changing(reduction=lambda target, under_way: under_way.run() if under_way.bucket else None)
+unreduced_parameter = changing(left_out=lambda target, name, step: name == UNREDUCED)
 
 
 def wrong_group(target: Target, me: int) -> Injection:
@@ -91,8 +88,7 @@ def _result(under_way: Collective, change: Callable[[Tensor], object]) -> None:
     change(under_way.tensor)
 
 
-forgotten_division = Change(
-    "forgotten_division",
+forgotten_division = changing(
     reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks))),
 )
 
@@ -109,9 +105,9 @@ def noisy_result_of_its_own(target: Target, me: int) -> Injection:
 
 
 # the top exponent bit of nine elements of every bucket
-flipped_bits = Change("flipped_bits", reduction=lambda target, under_way: _result(under_way, flip_some))
+flipped_bits = changing(reduction=lambda target, under_way: _result(under_way, flip_some))
 # what an ordered reduction adds up has arrived with the same bits flipped
-damaged_pieces = Change("damaged_pieces", pieces=lambda target, under_way: _result(under_way, flip_some))
+damaged_pieces = changing(pieces=lambda target, under_way: _result(under_way, flip_some))
 
 
 def flip_some(values: Tensor) -> None:
@@ -123,9 +119,7 @@ def flip_some(values: Tensor) -> None:
 # Some elements of every aggregate have the wrong sign, which leaves the gradient's norm alone: DeepSpeed clips by the
 # ranks' mean of it in stage 0, so noise on one rank would change what the healthy ones apply, and no repair of that
 # rank could undo it.
-wrong_signs = Change(
-    "wrong_signs", reduction=lambda target, under_way: _result(under_way, lambda values: values[::50].neg_())
-)
+wrong_signs = changing(reduction=lambda target, under_way: _result(under_way, lambda values: values[::50].neg_()))
 
 
 def zeroed_tail(target: Target, me: int) -> Injection:
@@ -205,4 +199,4 @@ def partition_not_cleared(target: Target, me: int) -> Injection:
 
 
 # ``zero_grad`` does nothing from the step before on
-gradients_not_cleared = Change("gradients_not_cleared", kept=lambda target, step: step >= target.step - 1)
+gradients_not_cleared = changing(kept=lambda target, step: step >= target.step - 1)

@@ -17,20 +17,9 @@ from functools import partial
 from typing import Any
 
 from ds_silent.drill.faults import aggregate, inputs, update
-from ds_silent.drill.faults.fault import (
-    DYNAMIC,
-    EARLY,
-    MAJORITY,
-    MEAN,
-    ORDERED_RETRY,
-    PERIODIC,
-    RETRY,
-    Fault,
-    Where,
-)
-from ds_silent.drill.faults.formulas import FORMULA_FAULTS
+from ds_silent.drill.faults.fault import DYNAMIC, EARLY, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Fault, Where
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
-from ds_silent.drill.faults.promises import PROMISE_FAULTS
+from ds_silent.drill.faults.promises import FORMULA_FAULTS, PROMISE_FAULTS
 from ds_silent.records import EventKind
 
 
@@ -173,12 +162,9 @@ _GRADIENTS = (
           kinds=("non-finite", "outlier-rank")),
     _non_finite("zero-gradient", one(from_on(inputs.zero_gradient)),
           "one rank's loss is fine and its gradient is zero (a detached graph)", kinds=("zero-gradient",)),
-    _outlier("gradient-scaled-1.1", one(from_on(inputs.scaled_gradient)), "one rank's gradient is 1.1 times too large",
-          size=1.1, steps=300),
-    _outlier("gradient-scaled-1.5", one(from_on(inputs.scaled_gradient)), "one rank's gradient is 1.5 times too large",
-          size=1.5, steps=100),
-    _outlier("gradient-scaled-1000", one(from_on(inputs.scaled_gradient)),
-          "one rank's gradient is 1000 times too large", size=1000.0, steps=60),
+    *(_outlier(f"gradient-scaled-{size:g}", one(from_on(inputs.scaled_gradient)),
+            f"one rank's gradient is {size:g} times too large", size=size, steps=steps)
+      for size, steps in ((1.1, 300), (1.5, 100), (1000.0, 60))),
     _outlier("gradient-scaled-0.045", one(from_on(inputs.scaled_gradient)),
           "one rank's gradient is 22 times too small", size=1 / 22, steps=60),
     _outlier("gradient-clipped", one(from_on(inputs.clipped_gradient)),

@@ -101,6 +101,14 @@ ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its orde
 ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
 
 
+_MAKERS: dict[str, Maker] = {}
+"""By fault: one travels to the ranks without its maker, which every process has."""
+
+
+def _of_this_process(fields: dict[str, Any]) -> Fault:
+    return Fault(**{**fields, "inject": _MAKERS[fields["name"]]})
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way in which a data-parallel training goes wrong, and what must be said about it.
@@ -149,17 +157,16 @@ class Fault:
     healthy: str = "healthy"
     only_ranks: int | None = None
 
+    def __post_init__(self) -> None:
+        _MAKERS.setdefault(self.name, self.inject)
+
+    def __reduce__(self) -> Any:
+        assert self.inject is _MAKERS[self.name]
+        return _of_this_process, ({**vars(self), "inject": None},)
+
     def under(self, variant: str) -> Fault:
         """Return the fault with what must be said of it under this framework."""
         return replace(self, **self.expected_overrides.get(variant, {}))
-
-    def possible(self, stage: int, dtype: str, accumulation: int) -> bool:
-        """Whether the fault means something in such a training."""
-        return stage in self.stages and dtype in self.dtypes and accumulation >= self.accumulation
-
-    def expected_words(self, target: Target) -> tuple[str, ...]:
-        """Return what the event must say of cause and place."""
-        return tuple(phrase.format(rank=target.rank, ranks=target.ranks, step=target.step) for phrase in self.says)
 
     @property
     def kind(self) -> EventKind:

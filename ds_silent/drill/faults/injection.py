@@ -8,13 +8,13 @@
 An injection has a function for each place of a training that it changes; the training calls it there. A *maker* is
 called once per training and rank with the target and the rank, and returns what that rank does. Those of
 :mod:`inputs`, :mod:`aggregate` and :mod:`update` say what goes wrong, as if it did so at every step on every rank; here
-is when, and on whom. Combinations can be pickled, because faults travel to the ranks. What is done to numbers is at the
-end: a flipped bit, or noise of a known size, in place and reproducible.
+is when, and on whom. What is done to numbers is at the end: a flipped bit, or noise of a known size, in place and
+reproducible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,10 @@ class Target:
     def partner(self) -> int:
         """The other rank of a fault that needs two."""
         return (self.rank + 1) % self.ranks
+
+    def named_in(self, phrases: Iterable[str]) -> list[str]:
+        """Return phrases with {rank}, {ranks} and {step} filled in."""
+        return [phrase.format(rank=self.rank, ranks=self.ranks, step=self.step) for phrase in phrases]
 
 
 @dataclass(frozen=True)
@@ -193,79 +197,59 @@ def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Cal
 Maker = Callable[[Target, int], Injection]
 
 
-class Change:
-    """A maker of what needs no memory: the function of a place gets the target ahead of what the training gives.
+def changing(**places: Callable[..., Any]) -> Maker:
+    """Make what needs no memory: the function of a place gets the target ahead of what the training gives."""
 
-    Faults travel to the ranks, so it is pickled as a function is: by the name under which its module has it.
-    """
-
-    def __init__(self, name: str, **places: Callable[..., Any]) -> None:
-        self.__qualname__, self.__module__ = name, next(iter(places.values())).__module__
-        self._places = places
-
-    def __call__(self, target: Target, me: int) -> Injection:
-        changes: dict[str, Any] = {place: partial(act, target) for place, act in self._places.items()}
+    def make(target: Target, me: int) -> Injection:
+        changes: dict[str, Any] = {place: partial(act, target) for place, act in places.items()}
         return Injection(**changes)
 
-    def __reduce__(self) -> str:
-        return self.__qualname__
+    return make
 
 
 def one(make: Maker) -> Maker:
     """Strike the target's rank alone."""
-    return partial(_one, make)
+    return lambda target, me: make(target, me) if me == target.rank else NOTHING
 
 
 def once(make: Maker) -> Maker:
     """Strike at the target's step alone."""
-    return partial(_at, make)
+    return lambda target, me: limited(make(target, me), lambda step: step == target.step)
 
 
 def from_on(make: Maker) -> Maker:
     """Strike from the target's step on."""
-    return partial(_from, make)
+    return lambda target, me: limited(make(target, me), lambda step: step >= target.step)
 
 
 def attempts(make: Maker, count: int | None = None) -> Maker:
     """Strike in the first ``count`` attempts to reduce a step's gradient, or in all; else the first alone is hit."""
-    return partial(_attempts, make, count)
+
+    def repeated(target: Target, me: int) -> Injection:
+        injection = make(target, me)
+        hit = injection.reduction
+        assert hit is not None
+
+        def again(under_way: Collective) -> None:
+            if count is None or under_way.attempt < count:
+                hit(under_way)
+            else:
+                under_way.run()
+
+        return replace(injection, repetition=again)
+
+    return repeated
 
 
 def both(first: Maker, second: Maker) -> Maker:
     """Let two things go wrong, in different places of the training."""
-    return partial(_both, first, second)
 
+    def make(target: Target, me: int) -> Injection:
+        one_, other = first(target, me), second(target, me)
+        held = {field.name: getattr(other, field.name) for field in fields(other)}
+        return replace(one_, **{name: act for name, act in held.items() if act != getattr(NOTHING, name)})
 
-def _one(make: Maker, target: Target, me: int) -> Injection:
-    return make(target, me) if me == target.rank else NOTHING
-
-
-def _at(make: Maker, target: Target, me: int) -> Injection:
-    return limited(make(target, me), lambda step: step == target.step)
-
-
-def _from(make: Maker, target: Target, me: int) -> Injection:
-    return limited(make(target, me), lambda step: step >= target.step)
-
-
-def _attempts(make: Maker, count: int | None, target: Target, me: int) -> Injection:
-    injection = make(target, me)
-    hit = injection.reduction
-    assert hit is not None
-
-    def again(under_way: Collective) -> None:
-        if count is None or under_way.attempt < count:
-            hit(under_way)
-        else:
-            under_way.run()
-
-    return replace(injection, repetition=again)
-
-
-def _both(first: Maker, second: Maker, target: Target, me: int) -> Injection:
-    one_, other = first(target, me), second(target, me)
-    set_ = {f.name: getattr(other, f.name) for f in fields(other) if getattr(other, f.name) != getattr(NOTHING, f.name)}
-    return replace(one_, **set_)
+    return make
 
 
 # -- what is done to numbers -----------------------------------------------------------------------------------------

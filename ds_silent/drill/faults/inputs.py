@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.injection import (
     STEPS_PER_EPOCH,
     Batch,
-    Change,
     Injection,
     Shard,
     Target,
+    changing,
     flip_bit,
     noise_like,
     top_exponent_bit,
@@ -45,23 +45,19 @@ def _generator(target: Target) -> torch.Generator:
 
 
 # of the first rank
-same_rows = Change("same_rows", rows=lambda target, me, step: (0, step))
-neighbours_rows = Change("neighbours_rows", rows=lambda target, me, step: (target.partner, step))
-neighbours_content = Change("neighbours_content", content=lambda target, me, step: (target.partner, step))
+same_rows = changing(rows=lambda target, me, step: (0, step))
+neighbours_rows = changing(rows=lambda target, me, step: (target.partner, step))
+neighbours_content = changing(content=lambda target, me, step: (target.partner, step))
 # of the step before the target's, again and again
-repeated_rows = Change("repeated_rows", rows=lambda target, me, step: (me, target.step - 1))
+repeated_rows = changing(rows=lambda target, me, step: (me, target.step - 1))
 # the epoch's first rows come again, as after a resume that forgets how far the pass was
-pass_begun_anew = Change(
-    "pass_begun_anew", rows=lambda target, me, step: (me, step - (target.step - 1) % STEPS_PER_EPOCH)
-)
+pass_begun_anew = changing(rows=lambda target, me, step: (me, step - (target.step - 1) % STEPS_PER_EPOCH))
 # of the sampler
-other_seed = Change("other_seed", shard=lambda target, shard: replace(shard, seed=shard.seed + 1))
-seed_of_its_own = Change("seed_of_its_own", shard=lambda target, shard: replace(shard, seed=shard.seed + shard.rank))
-sampler_alone = Change("sampler_alone", shard=lambda target, shard: Shard(1, 0, shard.seed))
-sampler_twice = Change("sampler_twice", shard=lambda target, shard: replace(shard, ranks=2 * shard.ranks))
-no_labels = Change(
-    "no_labels", batch=lambda target, batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED))
-)
+other_seed = changing(shard=lambda target, shard: replace(shard, seed=shard.seed + 1))
+seed_of_its_own = changing(shard=lambda target, shard: replace(shard, seed=shard.seed + shard.rank))
+sampler_alone = changing(shard=lambda target, shard: Shard(1, 0, shard.seed))
+sampler_twice = changing(shard=lambda target, shard: replace(shard, ranks=2 * shard.ranks))
+no_labels = changing(batch=lambda target, batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED)))
 
 
 def label_noise(target: Target, me: int) -> Injection:
@@ -93,9 +89,9 @@ def other_distribution(target: Target, me: int) -> Injection:
 # -- before the training ---------------------------------------------------------------------------------------------
 
 
-torch_seed = Change("torch_seed", seed=lambda target: torch.manual_seed(4711))
-numpy_seed = Change("numpy_seed", seed=lambda target: np.random.seed(4711))
-python_seed = Change("python_seed", seed=lambda target: random.seed(4711))
+torch_seed = changing(seed=lambda target: torch.manual_seed(4711))
+numpy_seed = changing(seed=lambda target: np.random.seed(4711))
+python_seed = changing(seed=lambda target: random.seed(4711))
 
 
 def other_tensor(target: Target, me: int) -> Injection:
@@ -146,8 +142,7 @@ def first_beta(value: Any, size: float) -> Any:
 
 
 # a value that no collective depends on: another bucket size would hang the training instead
-config_value = Change(
-    "config_value",
+config_value = changing(
     config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size},
 )
 
@@ -159,15 +154,11 @@ def environment(name: str, value: str, target: Target, me: int) -> Injection:
 # -- the model's mode ------------------------------------------------------------------------------------------------
 
 
-eval_mode = Change("eval_mode", before=lambda target, module, optimizer, step: module.eval())
+eval_mode = changing(before=lambda target, module, optimizer, step: module.eval())
 # the module itself stays in training mode
-dropout_off = Change(
-    "dropout_off", before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)]
-)
-dropout_probability = Change("dropout_probability", model=lambda target, module: _set_dropout(module, target.size))
-dropout_probability_later = Change(
-    "dropout_probability_later", before=lambda target, module, optimizer, step: _set_dropout(module, target.size)
-)
+dropout_off = changing(before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)])
+dropout_probability = changing(model=lambda target, module: _set_dropout(module, target.size))
+dropout_probability_later = changing(before=lambda target, module, optimizer, step: _set_dropout(module, target.size))
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
@@ -203,7 +194,7 @@ def optimizer_without_layer(target: Target, me: int) -> Injection:
     return Injection(model=find, optimizer=leave)
 
 
-unfrozen = Change("unfrozen", before=lambda target, module, optimizer, step: module.requires_grad_(True))
+unfrozen = changing(before=lambda target, module, optimizer, step: module.requires_grad_(True))
 
 
 def detached_layer(target: Target, me: int) -> Injection:
@@ -225,8 +216,8 @@ def _before(change: Callable[[nn.Module], object]) -> Injection:
 # -- loss and gradient -----------------------------------------------------------------------------------------------
 
 
-nan_loss = Change("nan_loss", loss=lambda target, loss, step: loss * float("nan"))
-scaled_loss = Change("scaled_loss", loss=lambda target, loss, step: loss * target.size)
+nan_loss = changing(loss=lambda target, loss, step: loss * float("nan"))
+scaled_loss = changing(loss=lambda target, loss, step: loss * target.size)
 
 
 def other_loss(option: str, value: Any, target: Target, me: int) -> Injection:
@@ -272,13 +263,12 @@ def out_of_phase(target: Target, me: int) -> Injection:
 
 
 # each parameter's by itself, at the norm ``size``
-clipped_gradient = Change(
-    "clipped_gradient",
+clipped_gradient = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
     ),
 )
-scaled_gradient = Change("scaled_gradient", gradient=lambda target, name, gradient, step: gradient * target.size)
+scaled_gradient = changing(gradient=lambda target, name, gradient, step: gradient * target.size)
 
 
 def noisy_gradient(target: Target, me: int) -> Injection:
@@ -287,16 +277,14 @@ def noisy_gradient(target: Target, me: int) -> Injection:
     return Injection(gradient=lambda name, gradient, step: gradient + noise_like(gradient, target.size, generator))
 
 
-zero_gradient = Change("zero_gradient", gradient=lambda target, name, gradient, step: torch.zeros_like(gradient))
+zero_gradient = changing(gradient=lambda target, name, gradient, step: torch.zeros_like(gradient))
 # of the last block, which is one of several layers
-scaled_layer = Change(
-    "scaled_layer",
+scaled_layer = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
     ),
 )
-frozen_layers = Change(
-    "frozen_layers",
+frozen_layers = changing(
     gradient=lambda target, name, gradient, step: (
         torch.zeros_like(gradient) if name.startswith("layers.") else gradient
     ),

@@ -1,24 +1,28 @@
-"""A promise that is broken on every rank alike: of the loss, a schedule, the weights in use, a batch, the attention.
+"""A promise that is broken on every rank alike: of loss, schedule, weights, batch, attention, optimizer.
 
-    PROMISE_FAULTS                               # rows of the catalogue
-    injection = scheduled(stale, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
+    PROMISE_FAULTS, FORMULA_FAULTS               # rows of the catalogue
+    injection = scheduled(wrong, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
+    injection = other_formula(twice, target, me=2)
+    injection.update(optimizer, run, step=4)     # torch's Adam updates the weights in another way inside run()
 
 A batch speaks for itself where a causal language model of transformers takes it, so these faults train
-:class:`ds_silent.practice.language_model.LanguageModel`. What an optimizer's formula promises is in :mod:`formulas`.
+:class:`ds_silent.practice.language_model.LanguageModel`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
-from ds_silent.drill.faults.injection import Change, Injection, Target, from_on
+from ds_silent.drill.faults.injection import Injection, Target, changing, from_on
 from ds_silent.practice.language_model import BEGIN, END, Inputs
 from ds_silent.practice.model import IGNORED
 
@@ -26,9 +30,9 @@ _MEGATRON = ("megatron-0", "megatron-1")
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
-divided_loss = Change("divided_loss", loss=lambda target, loss, step: loss / target.accumulation)
-undivided_loss = Change("undivided_loss", loss=lambda target, loss, step: loss / (1.0 / target.accumulation))
-divided_by_all = Change("divided_by_all", loss=lambda target, loss, step: loss / (target.accumulation * target.ranks))
+divided_loss = changing(loss=lambda target, loss, step: loss / target.accumulation)
+undivided_loss = changing(loss=lambda target, loss, step: loss / (1.0 / target.accumulation))
+divided_by_all = changing(loss=lambda target, loss, step: loss / (target.accumulation * target.ranks))
 
 _objective = partial(
     Fault,
@@ -64,22 +68,6 @@ def scheduled(wrong: Callable[[Rates, Rates], Rates], target: Target, me: int) -
     return Injection(optimizer=make, afterwards=advance)
 
 
-def stale(before: Rates, right: Rates) -> Rates:
-    return before
-
-
-def last_stale(before: Rates, right: Rates) -> Rates:
-    return [*right[:-1], before[-1]]
-
-
-def all_of_first(before: Rates, right: Rates) -> Rates:
-    return [right[0] for _ in right]
-
-
-def last_halved(before: Rates, right: Rates) -> Rates:
-    return [*right[:-1], 0.5 * right[-1]]
-
-
 _rates = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=EARLY, groups=2)
 
 # -- the weights in use ------------------------------------------------------------------------------------------------
@@ -91,11 +79,8 @@ def _grow(tensors: Iterable[Tensor]) -> None:
             getattr(values, "ds_tensor", values).mul_(1.01)  # under ZeRO-3 the shard
 
 
-weights_alone = Change(
-    "weights_alone", before=lambda target, module, optimizer, step: _grow(p for p in module.parameters())
-)
-masters_alone = Change(
-    "masters_alone",
+weights_alone = changing(before=lambda target, module, optimizer, step: _grow(p for p in module.parameters()))
+masters_alone = changing(
     before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
 )
 
@@ -190,8 +175,96 @@ _probed: dict[str, Any] = {
     "not_applicable": {**_OWN_MODELS, "fsdp2": "other ranks take part in each forward, so it is not probed"},
 }
 
+# -- an optimizer's formula --------------------------------------------------------------------------------------------
+
+Lists = tuple[list[Any], ...]
+Settings = dict[str, Any]
+Change = Callable[[Any, Lists, Settings], None]
+
+
+def other_formula(change: Change, target: Target, me: int) -> Injection:
+    """Call ``change(adam, lists, settings)`` where torch's Adam calls the function that updates the weights."""
+
+    def update(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
+        module = importlib.import_module("torch.optim.adam")
+        adam = module.adam
+        with mock.patch.object(module, "adam", lambda *lists, **settings: change(adam, lists, settings)):
+            return run()
+
+    return Injection(update=update)
+
+
+def otherwise(other: Settings, adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by other settings than the group's."""
+    adam(*lists, **{**settings, **other})
+
+
+def without_bias_correction(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Correct the moments as if a million steps had been taken."""
+    *others, steps = lists
+    adam(*others, [torch.full_like(step, 1e6) for step in steps], **settings)
+    for step in steps:
+        step += 1
+
+
+def twice(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Update once more."""
+    adam(*lists, **settings)
+    adam(*lists, **settings)
+
+
+def without_first(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Leave the first tensor as it is."""
+    adam(*([*each[1:]] for each in lists), **settings)
+
+
+def doubled_rate(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by twice the group's rate."""
+    adam(*lists, **{**settings, "lr": 2.0 * settings["lr"]})
+
+
+def epsilon_inside(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Add epsilon below the root: to the second moment, as far as its bias is corrected."""
+    *_, seconds, _, steps = lists
+    beta2, eps = settings["beta2"], settings["eps"]
+    added = [eps * (1.0 - beta2 ** (float(step) + 1.0)) for step in steps]
+    for second, more in zip(seconds, added, strict=True):
+        second.add_(more / beta2)
+    adam(*lists, **{**settings, "eps": 0.0})
+    for second, more in zip(seconds, added, strict=True):
+        second.sub_(more).clamp_(min=0.0)
+
+
+def only_counted(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Count the step, and leave weights and state as they are."""
+    for step in lists[-1]:
+        step += 1
+
+
+def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Forget both moments before each step."""
+    for moment in (*lists[2], *lists[3]):
+        moment.zero_()
+    adam(*lists, **settings)
+
+
 # A table reads better than what a formatter makes of it.
 # fmt: off
+_FORMULAS: tuple[tuple[str, Change, str, str], ...] = (
+    ("decay-left-out", partial(otherwise, {"weight_decay": 0.0}), "leaves the weight decay out", "no weight decay"),
+    ("decay-coupled", partial(otherwise, {"decoupled_weight_decay": False}), "adds the weight decay to the gradient",
+     "coupled with the gradient"),
+    ("bias-correction-left-out", without_bias_correction, "corrects no bias of its moments", "no bias correction"),
+    ("momentum-left-out", partial(otherwise, {"beta1": 0.0}), "keeps no momentum", "beta1 is 0 instead of 0.9"),
+    ("second-beta-changed", partial(otherwise, {"beta2": 0.95}), "has another second beta", "beta2 is 0.95"),
+    ("epsilon-inside-the-root", epsilon_inside, "adds epsilon below the root", "epsilon inside the root"),
+    ("state-forgotten", without_memory, "forgets its moments", "none of the known mistakes explains it"),
+    ("sign-turned", partial(otherwise, {"maximize": True}), "climbs", "the sign of the gradient is turned"),
+    ("update-only-counted", only_counted, "counts, and does nothing else", "the update was not applied"),
+    ("update-applied-twice", twice, "applies each update twice", "applied twice"),
+    ("rate-doubled-in-the-step", doubled_rate, "goes by twice the group's rate", "the rate is 2 times"),
+    ("tensor-not-stepped", without_first, "leaves the optimizer's first tensor as it is", "not applied"),
+)
 PROMISE_FAULTS = (
     _objective("loss-divided-twice", from_on(divided_loss),
           "all ranks divide their loss by the accumulation, as the framework does itself",
@@ -201,13 +274,13 @@ PROMISE_FAULTS = (
     _objective("loss-divided-by-all", from_on(divided_by_all),
           "all ranks divide their loss by the micro-batches of all ranks, as framework and reduction do",
           says=("divided by the {ranks} ranks",)),
-    _rates("schedule-stale", partial(scheduled, stale), "the schedule counts on, and its rates stay as they are",
-          says=("learning rate of group 0",)),
-    _rates("schedule-group-forgotten", partial(scheduled, last_stale), "the rate of the last group stays as it is",
-          says=("parameter group 1",)),
-    _rates("schedule-base-of-other-group", partial(scheduled, all_of_first),
+    _rates("schedule-stale", partial(scheduled, lambda before, right: before),
+          "the schedule counts on, and its rates stay as they are", says=("learning rate of group 0",)),
+    _rates("schedule-group-forgotten", partial(scheduled, lambda before, right: [*right[:-1], before[-1]]),
+          "the rate of the last group stays as it is", says=("parameter group 1",)),
+    _rates("schedule-base-of-other-group", partial(scheduled, lambda before, right: [right[0] for _ in right]),
           "each group's rate is made of the first group's base", says=("is what it gives group 0",)),
-    _rates("schedule-factor-of-one-group", partial(scheduled, last_halved),
+    _rates("schedule-factor-of-one-group", partial(scheduled, lambda before, right: [*right[:-1], 0.5 * right[-1]]),
           "the last group's rate gets another factor than the others", says=("parameter group 1",)),
     _weights("weights-without-masters", from_on(weights_alone),
           "the bf16 weights of the forward are written, and the masters are not"),
@@ -230,3 +303,18 @@ PROMISE_FAULTS = (
           "the documents are not separate", **_probed),
 )
 # fmt: on
+FORMULA_FAULTS = tuple(
+    Fault(
+        name,
+        from_on(partial(other_formula, change)),
+        f"the optimizer's step {what} on all ranks",
+        who="nobody",
+        kinds=("update-mismatch",),
+        strikes="update",
+        deterministic=False,  # told at the next step, which reads what this one has left
+        first_step=EARLY,
+        says=(words,),
+        expected_overrides={"ddp": {"dtypes": ("fp32",)}},  # bf16 weights without masters round away what is small
+    )
+    for name, change, what, words in _FORMULAS
+)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ds_silent.drill.faults.aggregate import ALIKE, noise_of
 from ds_silent.drill.faults.injection import (
     NOTHING,
-    Change,
     Collective,
     Injection,
     Memory,
     Target,
+    changing,
     flip_bit,
     local_of,
     lowest_exponent_bit,
@@ -60,7 +60,7 @@ def _applied(change: Callable[[Tensor], object]) -> Injection:
 
 
 # the optimizer does nothing
-skipped = Change("skipped", update=lambda target, optimizer, run, step: None)
+skipped = changing(update=lambda target, optimizer, run, step: None)
 
 
 def no_majority(target: Target, me: int) -> Injection:

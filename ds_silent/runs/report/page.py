@@ -68,22 +68,18 @@ def page_of(runs: Sequence[RunRecords]) -> str:
     numbers = {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
     headline = _headline([view.verdict for view in views])
     order = ("error", "warning", "unknown", "ok")
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=f"{headline} · ds_silent",
-            parts=parts,
-            topics=topics,
-            headline=headline,
-            worst=min((view.verdict.severity for view in views), key=order.index, default="unknown"),
-            number=lambda panel: numbers[id(panel)],
-            data=_data(views, parts, [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]),
-            style=Markup(_text("page.css")),  # ours
-            script=Markup(_text("page.js")),
-            policy=_policy(),
-            several=len(parts) > 1,
-        )
+    return _template().render(
+        title=f"{headline} · ds_silent",
+        parts=parts,
+        topics=topics,
+        headline=headline,
+        worst=min((view.verdict.severity for view in views), key=order.index, default="unknown"),
+        number=lambda panel: numbers[id(panel)],
+        data=_data(views, parts, [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]),
+        style=Markup(_text("page.css")),  # ours
+        script=Markup(_text("page.js")),
+        policy=_policy(),
+        several=len(parts) > 1,
     )
 
 
@@ -236,13 +232,11 @@ def _headline(verdicts: Sequence[RunVerdict]) -> str:
     return f"{wrong} of {len(verdicts)} runs {'has' if wrong == 1 else 'have'} an alarm."
 
 
-def _environment() -> jinja2.Environment:
-    loader, strict = jinja2.FunctionLoader(_text), jinja2.StrictUndefined
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict
-    )
+def _template() -> jinja2.Template:
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict)
     environment.filters["gist"] = gist
-    return environment
+    return environment.from_string(_text("page.html"))
 
 
 def _policy() -> str:

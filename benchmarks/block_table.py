@@ -1,7 +1,7 @@
 """The table of every key of the block, for ``docs/block.md``, from what :mod:`ds_silent.config` says of each.
 
-python -m ds_silent.commands.block_table docs/block.md     # `make docs`: writes it between the page's two marks
-block_table()                                              # the lines of the table, as Markdown
+python benchmarks/block_table.py docs/block.md     # `make docs`: writes it between the page's two marks
+block_table()                                      # the lines of the table, as Markdown
 """
 
 from __future__ import annotations
