@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -325,11 +326,102 @@ def test_what_begins_later_is_found_in_turn_and_what_is_over_is_not_told_any_mor
     assert steps == list(range(steps[0], 20))
 
 
-def test_with_an_interval_only_measured_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OF_ADAM, "adam", with_settings(ADAM, weight_decay=0.0))
-    found = Script(with_form(ADAMW, foreach=False), interval=5).run(12)
+def test_with_an_interval_only_the_first_and_measured_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(script: Script, step: int) -> None:
+        monkeypatch.setattr(OF_ADAM, "adam", ADAM if step == 1 else with_settings(ADAM, weight_decay=0.0))
+
+    found = Script(with_form(ADAMW, foreach=False), interval=5, change=change).run(12)
     assert [step for step, _ in found] == list(range(5, 13))
     assert {breach.since for _, breach in found} == {5}
+
+
+# -- a count that begins too late --------------------------------------------------------------------------------------
+
+
+def emptied(make: Make, times: int = 1) -> Make:
+    """Step without gradients before the training, as some wrappers do to make the state."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(times):
+            optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    return made
+
+
+def late(make: Make, steps: int, **settings: Any) -> list[Breach]:
+    return [breach for _, breach in Script(make, **settings).run(steps)]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("interval", [1, 10])
+def test_a_step_that_was_counted_without_gradients_is_a_note(
+    interval: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        monkeypatch.setattr("ds_silent.rules.known_optimizers.KnownForm.step", lambda *_: None)
+    found = late(emptied(by(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)), 2), 4, interval=interval)
+    assert len(found) == 4, "it does not end"
+    assert len(set(found)) == 1
+    assert (found[0].kind, found[0].severity, found[0].since) == ("update-mismatch", "info", 1)
+    assert found[0].message.startswith("AdamW counts 2 steps more than it has taken: ")
+    assert "0.623, 0.762 and 0.833 times what" in found[0].message
+
+
+def test_what_the_updates_are_is_that_many_times_the_formulas() -> None:
+    def first_three(make: Make) -> list[Tensor]:
+        weights = [net()[4].weight.detach()]  # type: ignore[index]
+        script = Script(make, change=constant)
+        script.behind = lambda script, _: weights.append(script.model[4].weight.detach().clone())  # type: ignore[index]
+        script.run(3)
+        return [new - old for old, new in pairwise(weights)]
+
+    make = by(torch.optim.Adam, lr=1e-3)
+    factors = [
+        float((one / other).mean()) for one, other in zip(first_three(emptied(make)), first_three(make), strict=True)
+    ]
+    assert factors == pytest.approx([0.744, 0.858, 0.910], abs=6e-4)
+
+
+def constant(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        parameter.grad.fill_(0.1 * step)  # type: ignore[union-attr]
+
+
+def nothing(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        parameter.grad.zero_()  # type: ignore[union-attr]
+
+
+def one_without(script: Script, step: int) -> None:
+    """As a training that goes on, in which one parameter alone has never had a gradient: a LoRA's first factor."""
+    for number, state in enumerate(script.optimizer.state.values()):
+        if step == 1 and number != 2:
+            state["exp_avg"].fill_(1e-3)
+
+
+def forgotten(script: Script, step: int) -> None:
+    for state in script.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+WITHOUT = emptied(by(torch.optim.AdamW, lr=1e-3))
+OTHER_STATES = {
+    "no bias is corrected": Script(emptied(by(torch.optim.SGD, lr=0.1, momentum=0.9))),
+    "coupled decay": Script(emptied(by(torch.optim.Adam, lr=1e-3, weight_decay=0.1))),
+    "no gradient now": Script(WITHOUT, change=nothing),
+    "one without": Script(WITHOUT, change=one_without),
+    "moments forgotten later": Script(by(torch.optim.AdamW, lr=1e-3), change=forgotten),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_another_state_is_no_such_note(name: str) -> None:
+    assert OTHER_STATES[name].run(4) == []
 
 
 # -- what is no mistake ------------------------------------------------------------------------------------------------
