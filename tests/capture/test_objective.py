@@ -5,6 +5,7 @@ The expected weights are worked out by hand from the formula of each loss; whoev
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -279,6 +280,51 @@ def test_nothing_is_read_where_nothing_is_measured() -> None:
     objective.reached = True
     assert objective.structure == ()
     assert objective.numbers().count == 0.0
+
+
+def test_a_factor_that_changes_within_a_step_is_none() -> None:
+    objective = LocalObjective()
+    for factor in (0.5, 0.25):
+        _backward(objective, F.cross_entropy(_logits(), TARGETS) * factor)
+    assert objective.factor == 0.0
+    assert objective.constants is None
+    assert _numbers(objective) == pytest.approx((0.75, 0.25 / 4, 0.5 / 4, 8))
+
+
+@pytest.mark.parametrize(("losses", "known"), [(8, 1.0), (9, 0.0)])
+def test_a_backward_of_very_many_losses_is_not_hooked(losses: int, known: float) -> None:
+    objective = LocalObjective()
+    _backward(objective, torch.stack([F.cross_entropy(_logits(), TARGETS) for _ in range(losses)]).mean())
+    assert objective.numbers().known == known
+
+
+def test_what_a_wrapper_multiplies_by_below_its_loss_counts_for_that_loss_alone() -> None:
+    objective = LocalObjective()
+    loss = F.cross_entropy(_logits(), TARGETS)
+    objective.handed(loss, None, below=0.25)
+    _backward(objective, loss)
+    assert _numbers(objective) == pytest.approx((1 / 4, 1 / 16, 1 / 16, 4))
+    _backward(objective, F.cross_entropy(_logits(), TARGETS))
+    assert _numbers(objective) == pytest.approx((5 / 4, 1 / 16, 1 / 4, 8))
+
+
+def test_what_a_wrapper_divides_below_its_loss_is_not_undivided() -> None:
+    for below, undivided in ((1.0, True), (0.25, False)):
+        objective = LocalObjective()
+        for _ in range(4):
+            loss = F.cross_entropy(_logits(), TARGETS)
+            objective.handed(loss, None, below)
+            _backward(objective, loss)
+        assert objective.is_undivided(4) == undivided
+
+
+def test_nothing_of_a_graph_outlives_its_backward() -> None:
+    objective, logits = LocalObjective(), _logits()
+    inner = logits.clone()
+    objective.begins(F.cross_entropy(inner, TARGETS))
+    outlives = weakref.ref(inner)
+    del inner
+    assert outlives() is None
 
 
 def _items(objective: LocalObjective, loss: Callable[[Tensor, Any], Tensor], items: Any, given: Any = None) -> bool:

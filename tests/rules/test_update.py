@@ -335,6 +335,77 @@ def test_with_an_interval_only_the_first_and_measured_steps_are_looked_at(monkey
     assert {breach.since for _, breach in found} == {5}
 
 
+# -- what is looked at -------------------------------------------------------------------------------------------------
+
+
+def moved(*wrong: tuple[int, int], until: int = 99) -> Callable[..., None]:
+    """SGD whose step also moves some elements: (place of the tensor, element)."""
+    calls = []
+
+    def sgd(params: Lists, *lists: Any, **given: Any) -> None:
+        SGD(params, *lists, **given)
+        calls.append(1)
+        for tensor, element in wrong if 1 < len(calls) <= until else ():
+            params[tensor].view(-1)[element] += 0.5
+
+    return sgd
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_each_tensor_has_its_turn_in_two_steps(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 tensors 4 are looked at in each step; the wrong one is so in all of its elements."""
+    sizes = [one.numel() for one in net().parameters()]
+    monkeypatch.setattr(OF_SGD, "sgd", moved(*[(tensor, element) for element in range(sizes[tensor])]))
+    found = Script(by(torch.optim.SGD, lr=0.1, foreach=False)).run(4)
+    assert found[0][1].since in (2, 3)
+
+
+def test_elements_are_other_ones_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1200 some 64 are looked at: one that is wrong is among them after a while, wherever it lies."""
+    monkeypatch.setattr(OF_SGD, "sgd", moved((0, 1)))
+    assert Script(by(torch.optim.SGD, lr=0.1, foreach=False)).run(60) != []
+
+
+def test_with_a_rate_of_0_all_tensors_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OF_ADAM, "adam", without_third(ADAM))
+    found = Script(with_form(ADAMW, foreach=False), change=warmed_up).run(8)
+    assert {breach.since for _, breach in found} == {6}, "the first step that moves anything"
+
+
+def test_what_a_step_cannot_show_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(script: Script, step: int) -> None:
+        script.optimizer.param_groups[0]["lr"] = 0.0 if step in (3, 4) else 1e-3
+
+    monkeypatch.setattr(OF_ADAM, "adam", with_settings(ADAM, weight_decay=0.0))
+    found = Script(with_form(ADAMW, foreach=False), change=pause).run(6)
+    assert [(step, breach.since) for step, breach in found] == [(step, 1) for step in range(1, 7)]
+
+
+def test_a_step_that_raises_leaves_nothing_for_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose step is not looked at, because a hook of the script's is the last before it."""
+    model, patches = net(), Patches()
+    one, other = torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[3].parameters(), lr=0.1)  # type: ignore[index]
+    rule = UpdateRule(Stand(list(model.parameters()), [n for n, _ in model.named_parameters()], [one, other]), 1)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *given: function(*given))
+    model(torch.ones(2, 40)).sum().backward()
+    monkeypatch.setattr(OF_ADAM, "adam", without_third)
+    with pytest.raises(TypeError):
+        one.step()
+    other.register_step_pre_hook(lambda *_: None)
+    with torch.no_grad():
+        next(model[0].parameters()).add_(1.0)  # type: ignore[index]
+    other.step()
+    assert rule.breaches() == ()
+    patches.undo()
+
+
+def test_a_device_that_is_far_behind_holds_no_more_than_some_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_silent.device.ReadLater.ready", False, raising=True)
+    script = Script(by(torch.optim.SGD, lr=0.1))
+    script.run(70)
+    assert [at for at, *_ in script.judged._under_way] == list(range(7, 71))
+
+
 # -- a count that begins too late --------------------------------------------------------------------------------------
 
 
