@@ -318,6 +318,21 @@ def test_what_a_wrapper_divides_below_its_loss_is_not_undivided() -> None:
         assert objective.is_undivided(4) == undivided
 
 
+def test_a_hook_that_breaks_makes_the_step_unknown_and_ends_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, logits = LocalObjective(), _logits()
+    _backward(objective, _each(logits).mean())
+    monkeypatch.setattr("ds_silent.capture.objective._of_each", lambda *_: 1 / 0)
+    _backward(objective, _each(logits).mean())
+    assert torch.count_nonzero(logits.grad)  # type: ignore[arg-type]
+    assert (objective.numbers().known, objective.numbers().count) == (0.0, 2.0)
+
+
+def test_a_mean_of_no_labels_has_no_infinite_weight() -> None:
+    objective = LocalObjective()
+    _backward(objective, F.cross_entropy(_logits(), torch.full_like(TARGETS, -100)))
+    assert _numbers(objective) == (1.0, 1.0, 1.0, 0.0)
+
+
 def test_nothing_of_a_graph_outlives_its_backward() -> None:
     objective, logits = LocalObjective(), _logits()
     inner = logits.clone()
@@ -408,6 +423,7 @@ def test_how_often_a_term_counts_beside_labels_that_the_items_divide() -> None:
         "divided": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x) / 4,
         "divided by a tensor": lambda x, n: 3 * (_summed(x, n) + routed(x) / torch.tensor(4.0)),
         "the labels alone are multiplied": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x),
+        "the labels alone are divided": lambda x, n: 3 * (_summed(x, n) / 4 + 0.02 * routed(x)),
         "no other": lambda x, n: 3 * _summed(x, n),
         "no items": lambda x, n: 3 * (F.cross_entropy(x, TARGETS) + 0.02 * routed(x)),
         "a loss scale": lambda x, n: torch.tensor(8.0) * (_summed(x, n) + 0.02 * routed(x)),
