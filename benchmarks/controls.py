@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,26 +25,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.table import Table
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import BertConfig, BertForMaskedLM, get_linear_schedule_with_warmup
 
 import ds_silent
-from ds_silent.practice.language_model import LanguageModel, batch_of
-from ds_silent.practice.model import IGNORED, VOCABULARY, PracticeModel, make_rows, warm_up
+from ds_silent.practice.language_model import LanguageModel
+from ds_silent.practice.model import IGNORED, VOCABULARY, WIDTH, PracticeModel, make_rows, warm_up
 from ds_silent.practice.ranks import results_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the tests' trainings by the Trainer
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-RANKS, MICRO_BATCH, ROWS = 2, 8, 4096
-RATE, SEED = 1e-3, 42
-CONSOLE = Console(width=120)
-Loss = Callable[[Any, Tensor, Tensor], Tensor]
-"""Of the wrapped model, tokens and labels of a micro-batch."""
+from tests.integrations import hf_training
+
+RANKS, MICRO_BATCH, ROWS, RATE, SEED = 2, 8, 4096, 1e-3, 42
 
 
 class Logits(PracticeModel):
@@ -58,41 +57,21 @@ class Logits(PracticeModel):
         return logits
 
 
-class LowRank(nn.Module):
-    """A frozen linear layer, and beside it two small ones that are trained; the second begins with zeros."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.base(hidden) + 2.0 * self.up(self.down(hidden))
-        return result
-
-
 def low_rank(model: Any) -> None:
+    """Freeze the model, and train small layers beside its linear ones; the second of each begins with zeros."""
     model.requires_grad_(False)
     for attention in model.layers[::2]:
-        attention.qkv = LowRank(attention.qkv)
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-def given(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The model's own."""
-    loss: Tensor = model(tokens, labels)
-    return loss
+        attention.qkv.down, attention.qkv.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 3 * WIDTH, bias=False)
+        nn.init.zeros_(attention.qkv.up.weight)
+        attention.qkv.register_forward_hook(lambda one, given, made: made + 2.0 * one.up(one.down(given[0])))
 
 
 def _pairs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
 
 
-def summed(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(*_pairs(model(tokens), labels), ignore_index=IGNORED, reduction="sum")
+def crossed(model: Any, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(*_pairs(model(tokens), labels), ignore_index=IGNORED, **options)
 
 
 def several(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -101,8 +80,8 @@ def several(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def distilled(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """A teacher that the script has made of the student before it began."""
-    teacher = vars(model).setdefault("_teacher", [copy.deepcopy(getattr(model, "module", model)).eval()])[0]
+    """The teacher is what the student was before it began."""
+    teacher = vars(model).setdefault("_teacher", [copy.deepcopy(model.module).eval()])[0]
     logits, targets = _pairs(model(tokens), labels)
     with torch.no_grad():
         aims = (teacher(tokens)[:, :-1].flatten(0, 1) / 2.0).softmax(1)
@@ -121,234 +100,156 @@ def ppo(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     logits, targets = _pairs(model(tokens), labels)
     kept = targets != IGNORED
     log = logits.log_softmax(1)[kept].gather(1, targets[kept, None])[:, 0]
-    gain = torch.randn(len(log))
-    ratio = (log - log.detach() + 0.05 * torch.randn(len(log))).exp()
+    gain, ratio = torch.randn(len(log)), (log - log.detach() + 0.05 * torch.randn(len(log))).exp()
     policy = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
     entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
     return policy + 0.5 * (logits[kept, 0] - gain).square().mean() - 0.01 * entropy
 
 
 def by_items(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Every label of the step counts alike, however many a rank has."""
+    """Every label of the step counts alike, and rank 1 has fewer."""
     labels = labels.masked_fill(torch.rand(labels.shape) < 0.4 * dist.get_rank(), IGNORED)
-    items = (labels[:, 1:] != IGNORED).sum()
-    dist.all_reduce(items)
-    return summed(model, tokens, labels) / items * RANKS
-
-
-# -- optimizers and schedules ------------------------------------------------------------------------------------------
+    dist.all_reduce(items := (labels[:, 1:] != IGNORED).sum())
+    return crossed(model, tokens, labels, reduction="sum") / items * RANKS
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def adamw(model: nn.Module) -> list[Any]:
-    return [AdamW(_trained(model), lr=RATE, weight_decay=0.01)]
-
-
-def two_optimizers(model: nn.Module) -> list[Any]:
-    matrices = [parameter for parameter in _trained(model) if parameter.ndim > 1]
-    rest = [parameter for parameter in _trained(model) if parameter.ndim == 1]
-    return [SGD(matrices, lr=0.05, momentum=0.9, nesterov=True), AdamW(rest, lr=RATE)]
-
-
-def rates_by_layer(model: nn.Module) -> list[Any]:
-    groups = [{"params": [one], "lr": RATE * 0.9**n} for n, one in enumerate(reversed(_trained(model)))]
-    return [AdamW(groups, weight_decay=0.01)]
-
-
-def from_zero(optimizer: Any, steps: int) -> Any:
-    from transformers import get_linear_schedule_with_warmup
-
-    return get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
-
-
-def restarts(optimizer: Any, steps: int) -> Any:
-    return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, max(2, steps // 7), T_mult=2, eta_min=1e-5)
-
-
-def one_cycle(optimizer: Any, steps: int) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=2 * RATE, total_steps=steps + 1)
-
-
-def plateau(optimizer: Any, steps: int) -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=3, factor=0.5)
-
-
-# -- what scripts do between backward and step, and behind a step ------------------------------------------------------
-
-Act = Callable[[Any, int, int], None]
-"""Of the wrapped model, the step and the number of steps."""
-
-
-def nothing(model: Any, step: int, steps: int) -> None: ...
-
-
-def clip(model: Any, step: int, steps: int) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
 def unfreeze(model: Any, step: int, steps: int) -> None:
-    """Two layers at first, a third after a third of the steps, and so on."""
+    """The last two layers at first, one more behind a third of the steps, and so on."""
     for number, layer in enumerate(model.module.layers):
         layer.requires_grad_(len(model.module.layers) - number <= 2 + 3 * step // steps)
 
 
+@torch.no_grad()
 def averaged(model: Any, step: int, steps: int) -> None:
     """A moving average, with which the script evaluates now and then."""
     weights = list(model.parameters())
-    average = vars(model).setdefault("_average", [one.detach().clone() for one in weights])
-    torch._foreach_lerp_(average, [one.detach() for one in weights], 0.01)
+    average = vars(model).setdefault("_average", [one.clone() for one in weights])
+    torch._foreach_lerp_(average, weights, 0.01)
     if step % 25 == 0:
-        trained = [one.detach().clone() for one in weights]
-        with torch.no_grad():
-            torch._foreach_copy_(weights, average)
-            model.eval()
-            rows = make_rows(8, seed=step)
-            model.module(rows.tokens, rows.labels)
-            model.train()
-            torch._foreach_copy_(weights, trained)
+        trained, rows = [one.clone() for one in weights], make_rows(8, seed=step)
+        torch._foreach_copy_(weights, average)
+        model.eval().module(rows.tokens, rows.labels)
+        torch._foreach_copy_(weights, trained)
+        model.train()
 
 
-def normalised(model: Any, step: int, steps: int) -> None:
-    """Weights are bounded behind each step, on all ranks alike."""
-    with torch.no_grad():
-        for parameter in _trained(model):
-            parameter.clamp_(-0.3, 0.3)
+def bounded_masters(model: Any, step: int, steps: int) -> None:
+    """DeepSpeed's call writes the masters, and leaves the weights as they are until the next update."""
+    for parameter in _trained(model.module):
+        whole = safe_get_full_fp32_param(parameter).clamp(-0.3, 0.3)
+        safe_set_full_fp32_param(parameter, whole)
+        parameter.data.copy_(whole)
 
 
-def written(model: Any, step: int, steps: int) -> None:
-    """The same under DeepSpeed, by the call that it has for it."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    for parameter in model.module.parameters():
-        if parameter.requires_grad:
-            whole = safe_get_full_fp32_param(parameter)
-            safe_set_full_fp32_param(parameter, whole.clamp(-0.3, 0.3))
-
-
-def language(**named: Any) -> LanguageModel:
-    """A causal model of transformers; ``given`` makes its inputs of a batch."""
+def language(given: Any = None, made: Callable[[], Any] | None = None) -> LanguageModel:
+    """A causal model, or another one; ``given`` makes its inputs of a padded batch."""
     model = LanguageModel()
-    model.given = named.get("given")
+    model.given, model.model = given, model.model if made is None else made()
     return model
 
 
 def padding_free(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """All rows as one, without their padding: positions start again, and there is no mask."""
     kept, columns = batch["attention_mask"].bool(), torch.arange(batch["input_ids"].shape[1])
-    labels = batch["labels"].masked_fill(columns == 0, IGNORED)
-    positions = columns.expand_as(kept)
-    return {"input_ids": batch["input_ids"][kept][None], "labels": labels[kept][None],
-            "position_ids": positions[kept][None]}  # fmt: skip
+    rows = batch["input_ids"], batch["labels"].masked_fill(columns == 0, IGNORED), columns.expand_as(kept)
+    return dict(zip(("input_ids", "labels", "position_ids"), (one[kept][None] for one in rows), strict=True))
 
 
-class Bidirectional(nn.Module):
-    """A BERT that is trained on the tokens that it does not see."""
-
-    def __init__(self) -> None:
-        from transformers import BertConfig, BertForMaskedLM
-
-        super().__init__()
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-        self.model: Any = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY + 3, **sizes))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        batch = batch_of(tokens, labels)
-        hidden = (torch.rand(tokens.shape) < 0.3) & batch["attention_mask"].bool()
-        hidden[:, 1] = True  # at least one
-        shown = batch["input_ids"].masked_fill(hidden, VOCABULARY + 2)
-        aims = batch["input_ids"].masked_fill(~hidden, IGNORED)
-        loss: Tensor = self.model(input_ids=shown, labels=aims, attention_mask=batch["attention_mask"]).loss
-        return loss
-
-
-# -- the list ----------------------------------------------------------------------------------------------------------
+def masked(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Three tokens of ten are hidden, and these are the labels."""
+    hidden = (torch.rand(batch["labels"].shape) < 0.3) & batch["attention_mask"].bool()
+    hidden[:, 1] = True
+    shown, aims = batch["input_ids"].masked_fill(hidden, VOCABULARY), batch["input_ids"].masked_fill(~hidden, IGNORED)
+    return {**batch, "input_ids": shown, "labels": aims}
 
 
 @dataclass(frozen=True)
 class Control:
     """One healthy training; what is not said is a plain one of DistributedDataParallel."""
 
-    loss: Loss = given
+    loss: Callable[[Any, Tensor, Tensor], Tensor] = lambda model, tokens, labels: model(tokens, labels)
     model: Callable[[], nn.Module] = PracticeModel
-    prepare: Callable[[Any], None] = lambda model: None
-    optimizers: Callable[[nn.Module], list[Any]] = adamw
-    schedule: Callable[[Any, int], Any] | None = None
-    before: Act = nothing
-    behind: Act = nothing
+    prepare: Callable[[Any], Any] = lambda model: None
+    optimizers: Callable[[nn.Module], list[Any]] = lambda model: [AdamW(_trained(model), lr=RATE, weight_decay=0.01)]
+    schedule: Callable[[Any, int], Any] | None = None  # of an optimizer and the number of steps
+    clips: float = math.inf  # by hand
+    behind: Callable[[Any, int, int], Any] = lambda model, step, steps: None  # after a step, of the wrapped model
     accumulation: int = 1
     rows: int = ROWS
-    wrapper: dict[str, Any] = field(default_factory=dict)
+    unused: bool = False  # parameters, which the wrapper looks for
     scaled: bool = False  # fp16 under autocast, with a GradScaler whose first steps overflow
     deepspeed: dict[str, Any] | None = None  # of its ds_config
-    block: dict[str, Any] = field(default_factory=dict)
+    probe: bool = False
     trainer: dict[str, Any] | None = None  # an HFCase of tests/integrations/hf_training.py
 
 
-def _options(**options: Any) -> Callable[[Any], None]:
-    return lambda model: model.loss_options.update(options)
+def _zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
+    low = {"enabled": True, **({"initial_scale_power": 24, "hysteresis": 1} if dtype == "fp16" else {})}
+    return {"zero_optimization": {"stage": stage}, **({} if dtype == "fp32" else {dtype: low}), **more}
 
 
-def _frozen(model: Any) -> None:
-    model.embedding.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-
-
-PROBED = {"probe": True}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, "zero_optimization": {"stage": 1}}
-BF16 = {"bf16": {"enabled": True}}
+BERT: Any = BertConfig(vocab_size=VOCABULARY + 2, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4)
+FROM_ZERO = Control(schedule=lambda one, steps: get_linear_schedule_with_warmup(one, steps // 10, steps))
+CLASSES = torch.linspace(0.5, 2.0, VOCABULARY)  # weights
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
 CONTROLS: dict[str, Control] = {
-    "sum": Control(summed, Logits, optimizers=lambda model: [AdamW(_trained(model), lr=RATE)]),
+    "sum": Control(partial(crossed, reduction="sum"), Logits),
     "weights-of-losses": Control(several, Logits, accumulation=2),
-    "label-smoothing": Control(prepare=_options(label_smoothing=0.1)),
-    "class-weights": Control(prepare=_options(weight=torch.linspace(0.5, 2.0, VOCABULARY))),
+    "label-smoothing": Control(prepare=lambda model: model.loss_options.update(label_smoothing=0.1)),
+    "class-weights": Control(prepare=lambda model: model.loss_options.update(weight=CLASSES)),
     "distillation": Control(distilled, Logits),
     "contrastive": Control(contrastive, Logits),
     "ppo": Control(ppo, Logits),
     "items-by-hand": Control(by_items, Logits),
-    "items-of-trainer": Control(trainer={"accumulation": 2, "rows": 1600, "epochs": 10}),
+    "items-of-trainer": Control(trainer={"accumulation": 2, "rows": 1600, "epochs": 99}),
     "short-last-window": Control(accumulation=4, rows=ROWS - 5 * RANKS * MICRO_BATCH),
-    "short-last-window-of-trainer": Control(trainer={"accumulation": 4, "rows": 40 * 8 + 12, "epochs": 99}),
-    "frozen": Control(prepare=_frozen),
-    "staged": Control(before=unfreeze, wrapper={"find_unused_parameters": True}),
-    "tied-in-deepspeed": Control(deepspeed={"zero_optimization": {"stage": 2}}),
+    "short-last-window-of-trainer": Control(trainer={"accumulation": 4, "rows": 332, "epochs": 99}),
+    "frozen": Control(prepare=lambda model: model.layers[:2].requires_grad_(False)),
+    "staged": Control(behind=unfreeze, unused=True),
+    "tied-in-deepspeed": Control(deepspeed=_zero(2)),
     "lora": Control(prepare=low_rank),
-    "several-optimizers": Control(optimizers=two_optimizers),
-    "rates-by-layer": Control(optimizers=rates_by_layer, schedule=from_zero),
-    "warm-up-from-0": Control(schedule=from_zero),
-    "cosine-with-restarts": Control(schedule=restarts),
-    "one-cycle": Control(schedule=one_cycle),
-    "reduce-on-plateau": Control(schedule=plateau),
-    "warm-up-of-deepspeed": Control(deepspeed={"zero_optimization": {"stage": 1}, "scheduler": COSINE}),
-    "clipped-by-framework": Control(deepspeed={**BF16, "zero_optimization": {"stage": 2}, "gradient_clipping": 0.1}),
-    "clipped-by-hand": Control(before=clip),
-    "bf16-stage-0": Control(deepspeed={**BF16, "zero_optimization": {"stage": 0}}, accumulation=2),
-    "bf16-stage-3": Control(deepspeed={**BF16, "zero_optimization": {"stage": 3}}),
-    "fp16-skips": Control(deepspeed=FP16),
+    "several-optimizers": Control(
+        optimizers=lambda model: [
+            SGD(model.layers.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+            AdamW([*model.embedding.parameters(), *model.position.parameters(), *model.norm.parameters()], lr=RATE),
+        ]
+    ),
+    "rates-by-layer": replace(
+        FROM_ZERO,
+        optimizers=lambda model: [
+            AdamW([{"params": [one], "lr": RATE * 0.9**n} for n, one in enumerate(_trained(model))])
+        ],
+    ),
+    "warm-up-from-0": FROM_ZERO,
+    "cosine-with-restarts": Control(
+        schedule=lambda one, steps: lr_scheduler.CosineAnnealingWarmRestarts(one, max(2, steps // 7), 2, 1e-5)
+    ),
+    "one-cycle": Control(schedule=lambda one, steps: lr_scheduler.OneCycleLR(one, 2 * RATE, total_steps=steps + 1)),
+    "reduce-on-plateau": Control(schedule=lambda one, steps: lr_scheduler.ReduceLROnPlateau(one, patience=3)),
+    "warm-up-of-deepspeed": Control(deepspeed=_zero(1, scheduler=COSINE)),
+    "clipped-by-framework": Control(deepspeed=_zero(2, "bf16", gradient_clipping=0.1)),
+    "clipped-by-hand": Control(clips=0.1),
+    "bf16-stage-0": Control(deepspeed=_zero(0, "bf16"), accumulation=2),
+    "fp16-skips": Control(deepspeed=_zero(1, "fp16")),
     "fp16-skips-scaler": Control(scaled=True),
     "moving-average": Control(behind=averaged),
-    "weights-changed": Control(behind=normalised),
-    "weights-changed-in-deepspeed": Control(deepspeed={**BF16, "zero_optimization": {"stage": 1}}, behind=written),
-    "causal": Control(model=language, block=PROBED),
-    "bidirectional": Control(model=Bidirectional, block=PROBED),
-    "padding-free": Control(model=partial(language, given=padding_free), block=PROBED),
+    "weights-changed": Control(behind=lambda model, *_: [one.data.clamp_(-0.3, 0.3) for one in model.parameters()]),
+    "weights-changed-in-deepspeed": Control(deepspeed=_zero(1, "bf16"), behind=bounded_masters),
+    "causal": Control(model=language, probe=True),
+    "bidirectional": Control(model=partial(language, masked, lambda: BertForMaskedLM(BERT)), probe=True),
+    "padding-free": Control(model=partial(language, padding_free), probe=True),
 }
 
 
-# -- one training ------------------------------------------------------------------------------------------------------
-
-
-def train(name: str, steps: int, folder: Path) -> None:
-    """On each rank."""
-    control = CONTROLS[name]
-    if control.trainer is not None:
-        from tests.integrations.hf_training import HFCase, train
-
-        train(HFCase(steps=steps, **control.trainer), folder, observed=True)
-        return
+def train(name: str, steps: int, folder: Path) -> float:
+    """Train on each rank, and return the seconds of CPU that it took."""
+    if (control := CONTROLS[name]).trainer is not None:
+        hf_training.train(hf_training.HFCase(steps=steps, **control.trainer), folder, observed=True)
+        return time.process_time()
     torch.manual_seed(SEED)
     model = control.model()
     if isinstance(model, PracticeModel):
@@ -358,126 +259,90 @@ def train(name: str, steps: int, folder: Path) -> None:
     rows = make_rows(control.rows, seed=SEED)
     sampler: Any = DistributedSampler(TensorDataset(rows.tokens, rows.labels), RANKS, dist.get_rank(), seed=SEED)
     loader = DataLoader(sampler.dataset, MICRO_BATCH, sampler=sampler, drop_last=True)
-    block = {"output_dir": str(folder / "silent"), "tensorboard": False, **control.block}
-    loop = _by_torch if control.deepspeed is None else _by_deepspeed
-    loop(control, model, loader, steps, block)
+    block = {"output_dir": str(folder / "silent"), "tensorboard": False, "probe": control.probe}
+    make = _of_torch if control.deepspeed is None else _of_deepspeed  # micro_batch tells whether a step has ended
+    wrapped, observer, micro_batch = make(control, model, loader, steps, block)
+    done = epoch = 0
+    while done < steps:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for number, batch in enumerate(loader):
+            if done < steps and micro_batch(number, batch):
+                control.behind(wrapped, done, steps)
+                done += 1
+    observer.close()
+    return time.process_time()
 
 
-def _by_torch(control: Control, model: nn.Module, loader: Any, steps: int, block: dict[str, Any]) -> None:
-    wrapped = DistributedDataParallel(model, **control.wrapper)
+def _of_torch(control: Control, model: nn.Module, loader: Any, steps: int, block: dict[str, Any]) -> Any:
+    wrapped = DistributedDataParallel(model, find_unused_parameters=control.unused)
     optimizers = control.optimizers(model)
     schedulers = [] if control.schedule is None else [control.schedule(one, steps) for one in optimizers]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, enabled=control.scaled)
     observer = ds_silent.attach(wrapped, block, optimizer=optimizers, loader=loader, accumulation=control.accumulation)
-    assert observer is not None
-    done = epoch = 0
-    while done < steps:
-        loader.sampler.set_epoch(epoch)
-        epoch += 1
-        for number, batch in enumerate(loader):
-            begin = number // control.accumulation * control.accumulation
-            window = min(control.accumulation, len(loader) - begin)
-            last = number + 1 == begin + window
-            control.before(wrapped, done, steps)
-            with nullcontext() if last else wrapped.no_sync():
-                with torch.autocast("cpu", torch.float16, enabled=control.scaled):
-                    loss = control.loss(wrapped, *batch)
-                scaler.scale(loss / window if window > 1 else loss).backward()
-            if not last:
-                continue
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            for scheduler in schedulers:
-                scheduler.step(*[_mean(loss)] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            control.behind(wrapped, done, steps)
-            done += 1
-            if done == steps:
-                break
-    observer.close()
+
+    def micro_batch(number: int, batch: list[Tensor]) -> bool:
+        place = number % control.accumulation
+        window = min(control.accumulation, len(loader) - number + place)
+        with nullcontext() if place + 1 == window else wrapped.no_sync():
+            with torch.autocast("cpu", torch.float16, enabled=control.scaled):
+                loss = control.loss(wrapped, *batch)
+            scaler.scale(loss / window if window > 1 else loss).backward()
+        if place + 1 < window:
+            return False
+        if control.clips < math.inf:
+            nn.utils.clip_grad_norm_(wrapped.parameters(), control.clips)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        dist.all_reduce(total := loss.detach().clone())
+        for scheduler in schedulers:
+            scheduler.step(*[float(total)] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+        return True
+
+    return wrapped, observer, micro_batch
 
 
-def _mean(loss: Tensor) -> float:
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / RANKS
-
-
-def _by_deepspeed(control: Control, model: nn.Module, loader: Any, steps: int, block: dict[str, Any]) -> None:
-    from deepspeed.accelerator import get_accelerator
-
+def _of_deepspeed(control: Control, model: nn.Module, loader: Any, steps: int, block: dict[str, Any]) -> Any:
     get_accelerator().is_fp16_supported = lambda: True  # torch computes it on CPUs
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": control.accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True}},
-        "silent_consistency": block,
-        **(control.deepspeed or {}),
-    }
-    engine: Any = ds_silent.initialize(
-        model=model, model_parameters=_trained(model), config=config, sampler=loader.sampler
-    )[0]
-    done = epoch = 0
-    while done < steps:
-        loader.sampler.set_epoch(epoch)
-        epoch += 1
-        for batch in loader:
-            control.before(engine, done, steps)
-            engine.backward(control.loss(engine, *batch))
-            ends = engine.is_gradient_accumulation_boundary()
-            engine.step()
-            if ends:
-                control.behind(engine, done, steps)
-                done += 1
-            if done == steps:
-                break
-    observer = ds_silent.observer_of(engine)
-    assert observer is not None
-    observer.close()
+    config = {"train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": control.accumulation}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01, "torch_adam": True}}}
+    given = {"sampler": loader.sampler, "config": {**config, "silent_consistency": block, **(control.deepspeed or {})}}
+    engine: Any = ds_silent.initialize(model=model, model_parameters=_trained(model), **given)[0]
 
+    def micro_batch(number: int, batch: list[Tensor]) -> bool:
+        engine.backward(control.loss(engine, *batch))
+        engine.step()
+        return bool(engine.micro_steps % control.accumulation == 0)
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+    return engine, ds_silent.observer_of(engine), micro_batch
 
 
 def main(
     steps: Annotated[int, typer.Option(help="optimizer steps of each training")] = 300,
     only: Annotated[list[str] | None, typer.Option(help="one training; may be given several times")] = None,
-    keep: Annotated[Path | None, typer.Option(help="folder for the records; else they are thrown away")] = None,
 ) -> None:
     """Train each control and count its events; exit code 1 when there was a warning or an error."""
-    unknown = set(only or ()) - set(CONTROLS)
-    if unknown:
+    if unknown := set(only or ()) - set(CONTROLS):
         raise typer.BadParameter(f"must be among {', '.join(CONTROLS)}; got {min(unknown)!r}", param_hint="--only")
-    table = Table(title=f"Healthy trainings on {RANKS} ranks")
-    for column in ("training", "steps", "seconds", "warnings and errors", "notes"):
-        table.add_column(column, justify="left" if column == "training" else "right")
-    total, taken = 0, 0
+    total = 0
     with tempfile.TemporaryDirectory(prefix="ds_silent_controls_") as directory:
-        folder = Path(directory) if keep is None else keep.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(SEED)
-        model = PracticeModel()
-        warm_up(model)
-        torch.save(model.state_dict(), folder / "warm.pt")
-        for name in [one for one in CONTROLS if only is None or one in only]:
-            started = time.perf_counter()
-            results_of(train, (name, steps, folder / name), RANKS, timeout=math.inf)
-            silent = folder / name / "silent"
-            records, path = read_metrics(silent / "metrics.jsonl"), silent / "events.jsonl"
+        warm_up(model := PracticeModel())
+        torch.save(model.state_dict(), f"{directory}/warm.pt")
+        print(f"{'training':30}{'steps':>7}{'CPU seconds':>13}{'warnings, errors':>18}{'notes':>7}")
+        for name in only or CONTROLS:
+            folder = Path(directory, name)
+            seconds = sum(results_of(train, (name, steps, folder), RANKS, timeout=math.inf))
+            path, records = folder / "silent" / "events.jsonl", read_metrics(folder / "silent" / "metrics.jsonl")
             events = read_events(path) if path.exists() else []
-            alarms = [event for event in events if event["severity"] in ("warning", "error")]
-            seconds = time.perf_counter() - started
-            CONSOLE.print(f"{name}: {len(records)} steps, {seconds:.0f} s, {len(alarms)} alarms")
+            alarms = sum(event["severity"] != "info" for event in events)
+            print(f"{name:30}{len(records):7}{seconds:13.0f}{alarms:18}{len(events) - alarms:7}", flush=True)
             for event in events:
-                said = f"  {event['severity']}, step {event['step']}, {event['kind']}: {event['message']}"
-                CONSOLE.print(said if event in alarms else said[:110], markup=False)
-            total, taken = total + len(alarms), taken + len(records)
-            notes = len(events) - len(alarms)
-            table.add_row(name, str(len(records)), f"{seconds:.0f}", str(len(alarms)), str(notes))
-    CONSOLE.print(table)
-    CONSOLE.print(f"{total} false alarms in {taken:,} steps")
+                print(f"    {event['severity']}, step {event['step']}, {event['kind']}: {event['message']}")
+            total += alarms
+    print(f"{total} false alarms of healthy trainings on {RANKS} ranks")
     raise SystemExit(1 if total else 0)
 
 
