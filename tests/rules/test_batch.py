@@ -314,6 +314,18 @@ def naive(ids: Any, labels: Any, mask: Any, positions: Any) -> Counts:
     return Counts(**found)
 
 
+def test_a_token_that_is_two_of_them_is_none() -> None:
+    def tokens(begin: Any, ends: Any, padding: Any) -> SpecialTokens:
+        config = SimpleNamespace(bos_token_id=begin, eos_token_id=ends, pad_token_id=padding)
+        return SpecialTokens.of(SimpleNamespace(config=config))  # type: ignore[arg-type]
+
+    assert tokens(1, [2, 3], 0) == SpecialTokens(1, (2, 3), 0)
+    assert tokens(1, 2, 1) == SpecialTokens(None, (2,), None)
+    assert tokens(2, 2, 0) == SpecialTokens(None, (2,), 0)
+    assert tokens(1, 2, 2) == SpecialTokens(1, (2,), None)
+    assert tokens(None, None, None) == SpecialTokens(None, (), None)
+
+
 VERDICTS: list[tuple[str, dict[str, float], bool | None]] = [
     ("shifted", {"pairs": 64, "ahead": 52, "same": 32}, True),
     ("shifted", {"pairs": 64, "ahead": 51, "same": 0}, False),

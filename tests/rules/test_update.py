@@ -381,6 +381,43 @@ def test_what_a_step_cannot_show_is_not_over(monkeypatch: pytest.MonkeyPatch) ->
     assert [(step, breach.since) for step, breach in found] == [(step, 1) for step in range(1, 7)]
 
 
+def matrices_alone(model: nn.Module) -> torch.optim.Optimizer:
+    held = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    return torch.optim.SGD(held, lr=0.1, weight_decay=0.5, foreach=False)
+
+
+def test_a_mistake_keeps_its_name_where_a_plainer_one_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient a decay that is left out looks like no update at all."""
+
+    def change(script: Script, step: int) -> None:
+        if step == 3:
+            nothing(script, step)
+
+    monkeypatch.setattr(OF_SGD, "sgd", with_settings(SGD, weight_decay=0.0))
+    found = Script(matrices_alone, change=change).run(4)
+    assert {breach.key for _, breach in found} == {"update:SGD:0:no weight decay"}
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_an_optimizer_that_begins_later_is_not_judged_by_a_few_tensors(tensor: int) -> None:
+    """Of 8 tensors 4 are looked at then, which may all have moments of 0: as of a training that goes on."""
+    model, patches = net(), Patches()
+    first, second = torch.optim.SGD(net().parameters(), lr=0.1), emptied(by(torch.optim.AdamW, lr=1e-3))(model)
+    second.state[list(model.parameters())[tensor]]["exp_avg"].fill_(1e-3)
+    stand = Stand(list(model.parameters()), [name for name, _ in model.named_parameters()], [first, second])
+    rule = UpdateRule(stand, 1)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *given: function(*given))
+    for one in (first, second):
+        for parameter in one.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    for stand.step in (1, 2, 3):
+        first.step()
+        assert rule.breaches() == ()
+    second.step()
+    assert rule.breaches() == ()
+    patches.undo()
+
+
 def test_a_step_that_raises_leaves_nothing_for_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose step is not looked at, because a hook of the script's is the last before it."""
     model, patches = net(), Patches()
