@@ -647,6 +647,12 @@ def broken(script: Script, step: int) -> None:
             parameter.grad = None
 
 
+def lies_otherwise(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        if parameter.ndim == 2 and parameter.grad is not None:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+
 def closed(optimizer: torch.optim.Optimizer, step: int, named: bool = False) -> None:
     def again() -> float:
         for parameter in optimizer.param_groups[0]["params"]:
@@ -695,6 +701,7 @@ CONTROLS: dict[str, Callable[[], Script]] = {
     "moving average": lambda: Script(PLAIN, behind=averaged),
     "warm-up from 0": lambda: Script(PLAIN, change=warmed_up),
     "gradient clipped": lambda: Script(PLAIN, change=clipped),
+    "gradients lie otherwise": lambda: Script(with_form(PLAIN, foreach=False), change=lies_otherwise),
     "infinite, none": lambda: Script(PLAIN, change=broken),
     "closure": lambda: Script(PLAIN, step=closed),
     "closure by name": lambda: Script(PLAIN, step=partial(closed, named=True)),
