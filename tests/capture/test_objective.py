@@ -5,7 +5,6 @@ The expected weights are worked out by hand from the formula of each loss; whoev
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -331,15 +330,6 @@ def test_a_mean_of_no_labels_has_no_infinite_weight() -> None:
     objective = LocalObjective()
     _backward(objective, F.cross_entropy(_logits(), torch.full_like(TARGETS, -100)))
     assert _numbers(objective) == (1.0, 1.0, 1.0, 0.0)
-
-
-def test_nothing_of_a_graph_outlives_its_backward() -> None:
-    objective, logits = LocalObjective(), _logits()
-    inner = logits.clone()
-    objective.begins(F.cross_entropy(inner, TARGETS))
-    outlives = weakref.ref(inner)
-    del inner
-    assert outlives() is None
 
 
 def _items(objective: LocalObjective, loss: Callable[[Tensor, Any], Tensor], items: Any, given: Any = None) -> bool:

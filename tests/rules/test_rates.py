@@ -366,7 +366,3 @@ def test_a_rate_that_is_too_low_is_told_until_the_script_sets_one(monkeypatch: p
     found = run(of_torch("ExponentialLR", 0.9), behind=by_hand)
     assert [step for step, _ in found] == list(range(2, 21))
     assert {(breach.where, breach.since) for _, breach in found} == {("learning rate of group 1", 2)}
-
-
-def test_a_rate_of_nearly_0_is_measured_by_what_it_was() -> None:
-    assert run(of_torch("CosineAnnealingLR", 35)) == []

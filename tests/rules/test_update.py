@@ -413,6 +413,7 @@ def test_an_optimizer_that_begins_later_is_not_judged_by_a_few_tensors(tensor: i
     for stand.step in (1, 2, 3):
         first.step()
         assert rule.breaches() == ()
+    stand.step = 4
     second.step()
     assert rule.breaches() == ()
     patches.undo()

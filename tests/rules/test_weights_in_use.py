@@ -224,6 +224,7 @@ def test_a_gathered_weight_is_looked_at_once_in_a_step_and_is_over_when_it_is_me
 def test_a_rank_without_a_piece_of_a_weight_says_nothing() -> None:
     gathers = Gathers()
     gathers.used = gathers.shard = torch.ones(0)
-    assert gathers.step(1) == []
+    gathers.module(torch.ones(1))
+    assert gathers.asked == 1
     assert gathers.rule._names == []
     gathers.patches.undo()
