@@ -1,6 +1,6 @@
 """Healthy trainings of every unusual kind, through the observer as a user has it: none may raise a warning.
 
-    python benchmarks/controls.py                        # all, 300 steps each: 15 minutes on one core
+    python benchmarks/controls.py                        # all, 300 steps each: 8 minutes of CPU
     python benchmarks/controls.py --only ppo --only lora --steps 50
 
 Two gloo ranks on the CPU, everything on that judges. The practice model, warmed up once; each rank's rows by a sharded
