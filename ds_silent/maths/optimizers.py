@@ -153,6 +153,12 @@ def _lion(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit:
     return old._replace(first=first), update.rate * np.sign(mixed), error
 
 
+def late_correction(update: Update, step: int, late: int) -> float:
+    """Return how many times the right one Adam's update is if its count is ``late`` steps ahead, epsilon aside."""
+    of_first = (1.0 - update.beta1**step) / (1.0 - update.beta1 ** (step + late))
+    return of_first * math.sqrt((1.0 - update.beta2 ** (step + late)) / (1.0 - update.beta2**step))
+
+
 # -- what is not as the formula says -----------------------------------------------------------------------------------
 
 

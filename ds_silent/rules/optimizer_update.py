@@ -8,10 +8,12 @@ Promise: an optimizer whose class is known (:mod:`ds_silent.rules.known_optimize
 state what its published formula makes of them, up to rounding (:mod:`ds_silent.maths.optimizers`).
 
 * **Which elements**: every n-th of a tensor, some 64 of it, beginning elsewhere at each step, the same on all ranks.
-  Of all tensors at the first step whose rate is not 0, of a few in turn at each later measured step, and always of
-  those that were wrong.
+  Of all tensors at the first step and up to the first whose rate is not 0, of a few in turn at each later measured
+  step, and always of those that were wrong.
 * **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes
   before or after is none of it: a moving average, clipped or normalised weights, a repair.
+* **The count** of an optimizer that corrects a bias: where it is past its beginning at the first step, and all moments
+  are 0, something has stepped it without gradients. A resumed training has moments. The fact is a note.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
 Silent: a class that is not known, gradients that the step itself unscales, a step that is a part of a graph, fp16
@@ -32,7 +34,7 @@ from torch import Tensor
 from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
-from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, shows, stepped
+from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, late_correction, shows, stepped
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
@@ -96,8 +98,10 @@ class UpdateRule(Rule):
         self._wrong: dict[int, Wrong] = {}  # by id of the tensor
         self._whole = True  # all tensors are looked at
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
-        self._open: tuple[Any, list[Part], ReadLater] | None = None  # between the two hooks of a step
-        self._under_way: list[tuple[int, str, list[Part], ReadLater, ReadLater]] = []
+        self._begun: set[int] = set()  # ids of the optimizers that have been looked at
+        self._late: dict[str, Breach] = {}  # by kind of the optimizer, whose count has begun too late
+        self._open: tuple[Any, bool, list[Part], ReadLater] | None = None  # between the two hooks of a step
+        self._under_way: list[tuple[int, str, bool, list[Part], ReadLater, ReadLater]] = []
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         numbers = 0
@@ -116,19 +120,20 @@ class UpdateRule(Rule):
             patches.add(hooks.post)
 
     def breaches(self) -> tuple[Breach, ...]:
-        while self._under_way and self._under_way[0][3].ready and self._under_way[0][4].ready:
+        while self._under_way and self._under_way[0][-2].ready and self._under_way[0][-1].ready:
             self._judge(*self._under_way.pop(0))
         found: dict[tuple[int, str], list[Wrong]] = {}
         for one in self._wrong.values():
             found.setdefault((one.group, one.cause.partition(" is ")[0]), []).append(one)  # without a number
-        return tuple(_breach(key, wrong) for key, wrong in sorted(found.items()))
+        return (*(_breach(key, wrong) for key, wrong in sorted(found.items())), *self._late.values())
 
     # -- the two hooks -----------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Any, form: KnownForm) -> None:
         """Take the samples of this call, as the step finds them."""
-        self._open = None
-        if not self._looks():
+        self._open, first = None, id(optimizer) not in self._begun
+        self._begun.add(id(optimizer))
+        if not self._looks() and not first:
             return
         parts: dict[Any, list[tuple[TensorSample, list[Tensor]]]] = {}
         device, settings = None, _Settings(optimizer, form, SAMPLES_OF_CALL * (AT_FIRST if self._whole else 1))
@@ -145,16 +150,16 @@ class UpdateRule(Rule):
                 pieces += [tensors[-1].expand(one.size) for one, tensors in members if one.step is None]
             if pieces:
                 chosen = [[one for one, _ in members] for members in parts.values()]
-                self._open = optimizer, chosen, ReadLater(torch.cat(pieces))
+                self._open = optimizer, first and self._whole, chosen, ReadLater(torch.cat(pieces))
 
     def after(self, optimizer: Any) -> None:
         """Take the same places of the weights, as the step leaves them."""
         if self._open is None or self._open[0] is not optimizer:
             return
-        (_, parts, old), self._open = self._open, None
+        (_, first, parts, old), self._open = self._open, None
         with torch.no_grad():
             new = ReadLater(torch.cat([_sampled(_local(one.parameter), one) for part in parts for one in part]))
-        self._under_way.append((self._framework.step, type(optimizer).__name__, parts, old, new))
+        self._under_way.append((self._framework.step, type(optimizer).__name__, first, parts, old, new))
         del self._under_way[:-64]  # a device that is that far behind
 
     def _looks(self) -> bool:
@@ -215,18 +220,27 @@ class UpdateRule(Rule):
     # -- judging -----------------------------------------------------------------------------------------------------
 
     @np.errstate(all="ignore")  # what is not finite says nothing
-    def _judge(self, at: int, kind: str, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
-        """Judge the tensors of a part together, and one by one where that is not right."""
+    def _judge(self, at: int, kind: str, first: bool, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
+        """Judge the tensors of a part together, and one by one where that is not right.
+
+        Args:
+            first: these are all tensors of the optimizer's first call.
+        """
         values, weights = old.values.double().numpy(), new.values.double().numpy()
         offset = begin = 0
+        corrected: list[tuple[Update, Elements]] = []
         for part in parts:
             size, kinds = sum(one.size for one in part), 2 + len(part[0].state) + (part[0].step is None)
             before = _old(part, values[offset : offset + kinds * size].reshape(kinds, size))
             seen = weights[begin : begin + size]
             offset, begin = offset + kinds * size, begin + size
+            if part[0].update.kind == "Adam" and part[0].update.bias_correction:
+                corrected.append((part[0].update, before))
             if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
                 self._judge_each(at, kind, _single(part, before, seen))
             self._whole = self._whole and part[0].update.rate == 0.0
+        if first and (late := _steps_without_gradient([one for _, one in corrected])):
+            self._late[kind] = _late_count(kind, corrected[0][0], late, at)
 
     def _judge_each(self, at: int, kind: str, members: Iterable[Judged]) -> None:
         """Tell right from wrong tensors, and find what explains all of the wrong ones; else each by itself."""
@@ -359,6 +373,29 @@ def _misses(update: Update, old: Elements, seen: Numbers, unit: float) -> bool:
     for values in (old.gradient, old.first, np.sqrt(old.second), right.weight):
         known &= np.abs(values) < LARGEST
     return bool((known & ~fits).any())
+
+
+def _steps_without_gradient(corrected: Sequence[Elements]) -> int:
+    """Return how many steps an optimizer has counted before its first one with a gradient."""
+    if any(np.any(old.first) for old in corrected) or not any(np.any(old.gradient) for old in corrected):
+        return 0
+    return int(min(float(np.min(old.step)) for old in corrected)) - 1
+
+
+def _late_count(kind: str, update: Update, late: int, since: int) -> Breach:
+    first, second, third = (f"{late_correction(update, step, late):.3g}" for step in (1, 2, 3))
+    return Breach(
+        key=f"update:{kind}:count",
+        kind="update-mismatch",
+        severity="info",
+        where="step counter",
+        message=f"{kind} counts {late} step{'s' * (late > 1)} more than it has taken: its counter moved on while its "
+        "moments stayed 0, as in a step without gradients. So its bias correction is that of later steps: its first "
+        f"three updates are {first}, {second} and {third} times what the formula gives for steps 1, 2 and 3.",
+        remedy="Do nothing: it is over after a few steps. DeepSpeed begins so in stage 0 with bf16 and fp16, not in "
+        "stages 1 to 3. For the same updates set state['step'] of the optimizer at the bottom to 0 before training.",
+        since=since,
+    )
 
 
 def _breach(key: tuple[int, str], wrong: list[Wrong]) -> Breach:

@@ -96,8 +96,9 @@ def _breach(unequal: list[str], step: int) -> Breach:
         where=unequal[0],
         message=f"The weights in use are not the rounded fp32 masters: {', '.join(unequal[:_SHOWN])}{more}. The "
         "forward computes with other weights than the optimizer updates, and the next update overwrites them.",
-        remedy="Write weights through deepspeed.utils.safe_set_full_fp32_param, or load them before the engine is "
-        "made; else go back to the last checkpoint before this step.",
+        remedy="Write both: the masters through deepspeed.utils.safe_set_full_fp32_param, and the weights, which that "
+        "call leaves as they are until the next update; or load them before the engine is made. Else go back to the "
+        "last checkpoint before this step.",
         since=step,
     )
 

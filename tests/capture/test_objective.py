@@ -281,6 +281,57 @@ def test_nothing_is_read_where_nothing_is_measured() -> None:
     assert objective.numbers().count == 0.0
 
 
+def test_a_factor_that_changes_within_a_step_is_none() -> None:
+    objective = LocalObjective()
+    for factor in (0.5, 0.25):
+        _backward(objective, F.cross_entropy(_logits(), TARGETS) * factor)
+    assert objective.factor == 0.0
+    assert objective.constants is None
+    assert _numbers(objective) == pytest.approx((0.75, 0.25 / 4, 0.5 / 4, 8))
+
+
+@pytest.mark.parametrize(("losses", "known"), [(8, 1.0), (9, 0.0)])
+def test_a_backward_of_very_many_losses_is_not_hooked(losses: int, known: float) -> None:
+    objective = LocalObjective()
+    _backward(objective, torch.stack([F.cross_entropy(_logits(), TARGETS) for _ in range(losses)]).mean())
+    assert objective.numbers().known == known
+
+
+def test_what_a_wrapper_multiplies_by_below_its_loss_counts_for_that_loss_alone() -> None:
+    objective = LocalObjective()
+    loss = F.cross_entropy(_logits(), TARGETS)
+    objective.handed(loss, None, below=0.25)
+    _backward(objective, loss)
+    assert _numbers(objective) == pytest.approx((1 / 4, 1 / 16, 1 / 16, 4))
+    _backward(objective, F.cross_entropy(_logits(), TARGETS))
+    assert _numbers(objective) == pytest.approx((5 / 4, 1 / 16, 1 / 4, 8))
+
+
+def test_what_a_wrapper_divides_below_its_loss_is_not_undivided() -> None:
+    for below, undivided in ((1.0, True), (0.25, False)):
+        objective = LocalObjective()
+        for _ in range(4):
+            loss = F.cross_entropy(_logits(), TARGETS)
+            objective.handed(loss, None, below)
+            _backward(objective, loss)
+        assert objective.is_undivided(4) == undivided
+
+
+def test_a_hook_that_breaks_makes_the_step_unknown_and_ends_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, logits = LocalObjective(), _logits()
+    _backward(objective, _each(logits).mean())
+    monkeypatch.setattr("ds_silent.capture.objective._of_each", lambda *_: 1 / 0)
+    _backward(objective, _each(logits).mean())
+    assert torch.count_nonzero(logits.grad)  # type: ignore[arg-type]
+    assert (objective.numbers().known, objective.numbers().count) == (0.0, 2.0)
+
+
+def test_a_mean_of_no_labels_has_no_infinite_weight() -> None:
+    objective = LocalObjective()
+    _backward(objective, F.cross_entropy(_logits(), torch.full_like(TARGETS, -100)))
+    assert _numbers(objective) == (1.0, 1.0, 1.0, 0.0)
+
+
 def _items(objective: LocalObjective, loss: Callable[[Tensor, Any], Tensor], items: Any, given: Any = None) -> bool:
     """Whether a loss is seen to be divided by the items that the forward was given."""
     objective.items = items if given is None else given
@@ -362,6 +413,7 @@ def test_how_often_a_term_counts_beside_labels_that_the_items_divide() -> None:
         "divided": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x) / 4,
         "divided by a tensor": lambda x, n: 3 * (_summed(x, n) + routed(x) / torch.tensor(4.0)),
         "the labels alone are multiplied": lambda x, n: 3 * _summed(x, n) + 0.02 * routed(x),
+        "the labels alone are divided": lambda x, n: 3 * (_summed(x, n) / 4 + 0.02 * routed(x)),
         "no other": lambda x, n: 3 * _summed(x, n),
         "no items": lambda x, n: 3 * (F.cross_entropy(x, TARGETS) + 0.02 * routed(x)),
         "a loss scale": lambda x, n: torch.tensor(8.0) * (_summed(x, n) + 0.02 * routed(x)),

@@ -59,6 +59,14 @@ def test_a_factor_that_goes_with_a_known_count_is_by_design(counts: str) -> None
     assert _step(SameObjective(), factor=[4.0, 2.0, 4.0], labels=[40.0, 10.0, 40.0]).parts == ((0, 2), (1,))
 
 
+@pytest.mark.parametrize("column", ["others", "class_weights"])
+def test_counts_explain_no_factor_beside_other_terms_or_class_weights(column: str) -> None:
+    same = SameObjective()
+    for _ in range(UNCHANGED):
+        same = _step(same, factor=[4.0, 2.8, 4.0], labels=[40.0, 28.0, 40.0], **{column: [5.0, 6.0, 5.0]})
+    assert same.parts == ((0, 2), (1,))
+
+
 def test_other_terms_and_class_weights_are_told_once_they_have_stayed() -> None:
     for column in ("others", "class_weights"):
         same = SameObjective()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants
+from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.label_weights import STEPS, LabelWeightsTest, Multiple, multiple_of
 from ds_silent.framework import Promise
 from ds_silent.measure.evidence import Evidence, LabelWeights
@@ -137,6 +138,7 @@ SILENT = {
     "items, and a divisor": weights(0.7, **ITEMS | {"divisors": (1.43,)}),
     "items that divide no sum over labels": weights(0.7, **ITEMS | {"divided_by_items": False}),
     "items, and weights of each label": weights(0.7, **ITEMS | {"reductions": frozenset({EACH})}),
+    "items four times, and weights of each label": weights(4.0, **ITEMS | {"reductions": frozenset({EACH})}),
     "a short window of items": weights(1.0, **ITEMS | {"backwards": frozenset({2})}),
     "a loss as given": weights(**GIVEN),
     "a quarter as given": weights(0.25, (4.0, 2.0, 2.0), **GIVEN | {"passed": 1.0}),
@@ -229,6 +231,13 @@ def test_a_note_survives_a_checkpoint() -> None:
     for _ in range(2 * STEPS):
         test.step(made.record(), evidence)
         assert test.notes == ()
+
+
+def test_what_the_ranks_do_not_do_alike_is_told_as_that_alone() -> None:
+    made, test, wrong = Run(ranks=3), LabelWeightsTest(), weights(0.25, promise=ENGINE, wrapper=0.25)
+    unlike = (Unlike("", (1,), "loss", "", "", 2, kind="objective-mismatch"),)
+    given = [Evidence(label_weights=wrong), Evidence(label_weights=wrong, unlike=unlike), Evidence(unlike=unlike)]
+    assert [len(test.step(made.record(), one)) for one in given] == [1, 0, 0]
 
 
 def test_the_simplest_product_is_found() -> None:

@@ -67,7 +67,9 @@ def check_records(setting: Setting, trace: Trace, ranks: int) -> None:
     told = [event for event in trace.events if event["kind"] not in HARMLESS]
     notes = [event for event in told if event["severity"] == "info"]
     assert notes == told, (setting.name, told)
-    assert len(notes) == setting.noted, (setting.name, notes)
+    late = [event for event in notes if event["where"] == "step counter"]  # a step that DeepSpeed takes by itself
+    assert len(late) == (setting.case.stage == 0 and setting.case.dtype != "fp32"), (setting.name, late)
+    assert len(notes) - len(late) == setting.noted, (setting.name, notes)
     assert len(trace.records) == STEPS, setting
     unit = torch.finfo(DTYPES[setting.travels]).eps / 2
     finite = [record["integrity"] for record in trace.records if not isinstance(record["loss"]["mean"], str)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
-from ds_silent.rules.batch import EVERY, LOOKED_AT, BatchContents, Counts, SpecialTokens, counts_of
+from ds_silent.rules.batch import EVERY, LOOKED_AT, BatchContents, Counts, SpecialTokens, _verdicts, counts_of
 from tests.rules.small_models import BEGIN, END, PADDING, model_of, words
 
 ROWS, LENGTH, IGNORED = 8, 16, -100
@@ -312,6 +312,51 @@ def naive(ids: Any, labels: Any, mask: Any, positions: Any) -> Counts:
             found["padding_trained"] += out and counts
             found["restarts"] += p[t] == 0 and p[t - 1] > 0 and bool(m[t] and m[t - 1])
     return Counts(**found)
+
+
+def test_a_token_that_is_two_of_them_is_none() -> None:
+    def tokens(begin: Any, ends: Any, padding: Any) -> SpecialTokens:
+        config = SimpleNamespace(bos_token_id=begin, eos_token_id=ends, pad_token_id=padding)
+        return SpecialTokens.of(SimpleNamespace(config=config))  # type: ignore[arg-type]
+
+    assert tokens(1, [2, 3], 0) == SpecialTokens(1, (2, 3), 0)
+    assert tokens(1, 2, 1) == SpecialTokens(None, (2,), None)
+    assert tokens(2, 2, 0) == SpecialTokens(None, (2,), 0)
+    assert tokens(1, 2, 2) == SpecialTokens(1, (2,), None)
+    assert tokens(None, None, None) == SpecialTokens(None, (), None)
+
+
+VERDICTS: list[tuple[str, dict[str, float], bool | None]] = [
+    ("shifted", {"pairs": 64, "ahead": 52, "same": 32}, True),
+    ("shifted", {"pairs": 64, "ahead": 51, "same": 0}, False),
+    ("shifted", {"pairs": 64, "ahead": 64, "same": 33}, False),
+    ("shifted", {"pairs": 63, "ahead": 63}, None),
+    ("doubled", {"rows": 8, "doubled": 8}, True),
+    ("doubled", {"rows": 8, "doubled": 7}, False),
+    ("doubled", {"rows": 7, "doubled": 7}, None),
+    ("ends", {"ends_ignored": 8}, True),
+    ("ends", {"ends_ignored": 7}, None),
+    ("ends", {"ends_ignored": 8, "ends": 1}, False),
+    ("padding", {"padding": 16, "padding_trained": 15}, True),
+    ("padding", {"padding": 16, "padding_trained": 14}, False),
+    ("padding", {"padding": 15, "padding_trained": 15}, None),
+    ("positions", {"rows": 4, "restarts": 4}, True),
+    ("positions", {"rows": 4, "restarts": 3}, False),
+    ("positions", {"rows": 3, "restarts": 9}, None),
+    ("padded", {"rows": 4, "led_by_padding": 4}, True),
+    ("padded", {"rows": 4, "led_by_padding": 3}, False),
+    ("padded", {"rows": 3, "led_by_padding": 3}, None),
+    ("ignored", {"unlabelled": 32}, True),
+    ("ignored", {"unlabelled": 31}, None),
+    ("ignored", {"unlabelled": 0}, False),
+]
+
+
+@pytest.mark.parametrize(("check", "given", "broken"), VERDICTS)
+def test_how_many_it_takes_for_a_verdict(check: str, given: dict[str, float], broken: bool | None) -> None:
+    unlabelled = given.get("unlabelled", 0.0)
+    counts = Counts(*[given.get(name, 0.0) for name in Counts._fields])
+    assert _verdicts(counts, unlabelled)[check] is broken
 
 
 def test_weights_and_random_numbers_are_as_without_the_rule() -> None:

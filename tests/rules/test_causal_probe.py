@@ -155,6 +155,27 @@ def test_a_leak_is_told_where_it_is_more_than_rounding_and_the_forward_s_own_noi
     assert names(model, inputs) == (["later"] if told else [])
 
 
+@pytest.mark.parametrize(("rows", "told"), [((1.0, 0.0, 0.0, 0.0), 0), ((1.0, 1.0, 0.0, 0.0), 1)])
+def test_half_of_the_rows_must_have_moved(rows: tuple[float, ...], told: int) -> None:
+    framework: Any = SimpleNamespace(module=nn.Identity(), step=1)
+    rule, trial = CausalProbe(framework), SimpleNamespace(name="later")
+    rule._judge([trial], [torch.tensor(rows)], 0.5)  # type: ignore[list-item]
+    assert len(rule.breaches()) == told
+
+
+def test_a_forward_without_gradient_is_no_training_forward() -> None:
+    model = model_of("llama", attn_implementation="sees_all")
+    framework: Any = SimpleNamespace(module=model.train(), step=1, forwards_alone=True)
+    rule, patches = CausalProbe(framework), Patches()
+    rule.connect(patches, lambda function, *arguments: function(*arguments))
+    with torch.no_grad():
+        model(**plain())
+    assert rule.breaches() == ()
+    model(**plain())
+    assert len(rule.breaches()) == 1
+    patches.undo()
+
+
 def test_hidden_states_are_compared_where_a_fused_loss_makes_no_logits() -> None:
     few = {"logits_to_keep": 4, "labels": plain()["labels"][:, -4:]}
     assert names(model_of("llama", attn_implementation="sees_one_more"), {**plain(), **few}) == ["later"]

@@ -134,6 +134,10 @@ DEEPSPEED: dict[str, tuple[Make, Oracle]] = {
         of_deepspeed("LRRangeTest", [*BASES], 10, 2.0),
         lambda n, base: base * (1 + 2 * n / 10),
     ),
+    "range, in stairs": (
+        of_deepspeed("LRRangeTest", [*BASES], 10, 2.0, True),
+        lambda n, base: base * (1 + 2 * (n // 10)),
+    ),
 }
 CASES = {**{("torch", k): v for k, v in TORCH.items()}, **{("deepspeed", k): v for k, v in DEEPSPEED.items()}}
 
@@ -345,3 +349,20 @@ def test_a_group_that_is_added_late_and_bases_that_a_script_sets_are_its_own(nam
 
     assert run(TORCH[name][0], behind=add) == []
     assert run(TORCH[name][0], behind=halve) == []
+
+
+def slower(scheduler: Any) -> list[float]:
+    """The second group falls faster than it should."""
+    rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    return rates if scheduler.last_epoch == 0 else [rates[0] * 0.9, rates[1] * 0.8]
+
+
+def test_a_rate_that_is_too_low_is_told_until_the_script_sets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_hand(optimizer: Any, scheduler: Any, step: int) -> None:
+        if step == 20:
+            optimizer.param_groups[0]["lr"] = 0.5
+
+    monkeypatch.setattr(lr_scheduler.ExponentialLR, "get_lr", slower)
+    found = run(of_torch("ExponentialLR", 0.9), behind=by_hand)
+    assert [step for step, _ in found] == list(range(2, 21))
+    assert {(breach.where, breach.since) for _, breach in found} == {("learning rate of group 1", 2)}

@@ -73,6 +73,25 @@ def test_each_value_says_whose_it_is() -> None:
     assert own["optimizer 1: etas"] == ([0.5, 1.2], "default")
 
 
+def test_what_schedules_write_and_what_json_cannot_is_not_listed_as_a_setting() -> None:
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(10))
+    groups = [{"params": one.parameters(), "lr": 0.1 / n} for n, one in enumerate(model, 1)]
+    optimizer = torch.optim.SGD(groups, weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["own"] = optimizer
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    found = settings_in_force(Stand(model, [optimizer], given=[scheduler]))  # type: ignore[arg-type]
+    assert "initial_lr of group 0" not in found
+    assert found["lr of group 7"] == (0.1 / 8, "framework")
+    assert "lr of group 8" not in found
+    assert found["lr of 2 more groups"] == ("not listed", "framework")
+    assert "without weight decay" not in found, "nobody has any"
+    assert found["own"] == ("SGD", "framework")
+    assert found["schedule of the learning rate"] == ("ExponentialLR", "yours")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)  # DeepSpeed's schedulers leave no initial_lr
+    assert settings_in_force(Stand(model, [plain], given=[scheduler]))["lr"] == (0.1, "framework")  # type: ignore[arg-type]
+
+
 def trainings(directory: Path) -> None:
     engine = training.build(Case(1, "bf16", clipping=0.5, accumulation=2), directory / "zero")
     training.one_step(engine, torch.Generator().manual_seed(dist.get_rank()))

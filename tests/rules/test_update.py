@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -325,11 +326,211 @@ def test_what_begins_later_is_found_in_turn_and_what_is_over_is_not_told_any_mor
     assert steps == list(range(steps[0], 20))
 
 
-def test_with_an_interval_only_measured_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OF_ADAM, "adam", with_settings(ADAM, weight_decay=0.0))
-    found = Script(with_form(ADAMW, foreach=False), interval=5).run(12)
+def test_with_an_interval_only_the_first_and_measured_steps_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(script: Script, step: int) -> None:
+        monkeypatch.setattr(OF_ADAM, "adam", ADAM if step == 1 else with_settings(ADAM, weight_decay=0.0))
+
+    found = Script(with_form(ADAMW, foreach=False), interval=5, change=change).run(12)
     assert [step for step, _ in found] == list(range(5, 13))
     assert {breach.since for _, breach in found} == {5}
+
+
+# -- what is looked at -------------------------------------------------------------------------------------------------
+
+
+def moved(*wrong: tuple[int, int], until: int = 99) -> Callable[..., None]:
+    """SGD whose step also moves some elements: (place of the tensor, element)."""
+    calls = []
+
+    def sgd(params: Lists, *lists: Any, **given: Any) -> None:
+        SGD(params, *lists, **given)
+        calls.append(1)
+        for tensor, element in wrong if 1 < len(calls) <= until else ():
+            params[tensor].view(-1)[element] += 0.5
+
+    return sgd
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_each_tensor_has_its_turn_in_two_steps(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 tensors 4 are looked at in each step; the wrong one is so in all of its elements."""
+    sizes = [one.numel() for one in net().parameters()]
+    monkeypatch.setattr(OF_SGD, "sgd", moved(*[(tensor, element) for element in range(sizes[tensor])]))
+    found = Script(by(torch.optim.SGD, lr=0.1, foreach=False)).run(4)
+    assert found[0][1].since in (2, 3)
+
+
+def test_elements_are_other_ones_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1200 some 64 are looked at: one that is wrong is among them after a while, wherever it lies."""
+    monkeypatch.setattr(OF_SGD, "sgd", moved((0, 1)))
+    assert Script(by(torch.optim.SGD, lr=0.1, foreach=False)).run(60) != []
+
+
+def test_with_a_rate_of_0_all_tensors_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OF_ADAM, "adam", without_third(ADAM))
+    found = Script(with_form(ADAMW, foreach=False), change=warmed_up).run(8)
+    assert {breach.since for _, breach in found} == {6}, "the first step that moves anything"
+
+
+def test_what_a_step_cannot_show_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause(script: Script, step: int) -> None:
+        script.optimizer.param_groups[0]["lr"] = 0.0 if step in (3, 4) else 1e-3
+
+    monkeypatch.setattr(OF_ADAM, "adam", with_settings(ADAM, weight_decay=0.0))
+    found = Script(with_form(ADAMW, foreach=False), change=pause).run(6)
+    assert [(step, breach.since) for step, breach in found] == [(step, 1) for step in range(1, 7)]
+
+
+def matrices_alone(model: nn.Module) -> torch.optim.Optimizer:
+    held = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    return torch.optim.SGD(held, lr=0.1, weight_decay=0.5, foreach=False)
+
+
+def test_a_mistake_keeps_its_name_where_a_plainer_one_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient a decay that is left out looks like no update at all."""
+
+    def change(script: Script, step: int) -> None:
+        if step == 3:
+            nothing(script, step)
+
+    monkeypatch.setattr(OF_SGD, "sgd", with_settings(SGD, weight_decay=0.0))
+    found = Script(matrices_alone, change=change).run(4)
+    assert {breach.key for _, breach in found} == {"update:SGD:0:no weight decay"}
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_an_optimizer_that_begins_later_is_not_judged_by_a_few_tensors(tensor: int) -> None:
+    """Of 8 tensors 4 are looked at then, which may all have moments of 0: as of a training that goes on."""
+    model, patches = net(), Patches()
+    first, second = torch.optim.SGD(net().parameters(), lr=0.1), emptied(by(torch.optim.AdamW, lr=1e-3))(model)
+    second.state[list(model.parameters())[tensor]]["exp_avg"].fill_(1e-3)
+    stand = Stand(list(model.parameters()), [name for name, _ in model.named_parameters()], [first, second])
+    rule = UpdateRule(stand, 1)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *given: function(*given))
+    for one in (first, second):
+        for parameter in one.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    for stand.step in (1, 2, 3):
+        first.step()
+        assert rule.breaches() == ()
+    stand.step = 4
+    second.step()
+    assert rule.breaches() == ()
+    patches.undo()
+
+
+def test_a_step_that_raises_leaves_nothing_for_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose step is not looked at, because a hook of the script's is the last before it."""
+    model, patches = net(), Patches()
+    one, other = torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[3].parameters(), lr=0.1)  # type: ignore[index]
+    rule = UpdateRule(Stand(list(model.parameters()), [n for n, _ in model.named_parameters()], [one, other]), 1)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *given: function(*given))
+    model(torch.ones(2, 40)).sum().backward()
+    monkeypatch.setattr(OF_ADAM, "adam", without_third)
+    with pytest.raises(TypeError):
+        one.step()
+    other.register_step_pre_hook(lambda *_: None)
+    with torch.no_grad():
+        next(model[0].parameters()).add_(1.0)  # type: ignore[index]
+    other.step()
+    assert rule.breaches() == ()
+    patches.undo()
+
+
+def test_a_device_that_is_far_behind_holds_no_more_than_some_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_silent.device.ReadLater.ready", False, raising=True)
+    script = Script(by(torch.optim.SGD, lr=0.1))
+    script.run(70)
+    assert [at for at, *_ in script.judged._under_way] == list(range(7, 71))
+
+
+# -- a count that begins too late --------------------------------------------------------------------------------------
+
+
+def emptied(make: Make, times: int = 1) -> Make:
+    """Step without gradients before the training, as some wrappers do to make the state."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(times):
+            optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    return made
+
+
+def late(make: Make, steps: int, **settings: Any) -> list[Breach]:
+    return [breach for _, breach in Script(make, **settings).run(steps)]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("interval", [1, 10])
+def test_a_step_that_was_counted_without_gradients_is_a_note(
+    interval: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        monkeypatch.setattr("ds_silent.rules.known_optimizers.KnownForm.step", lambda *_: None)
+    found = late(emptied(by(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)), 2), 4, interval=interval)
+    assert len(found) == 4, "it does not end"
+    assert len(set(found)) == 1
+    assert (found[0].kind, found[0].severity, found[0].since) == ("update-mismatch", "info", 1)
+    assert found[0].message.startswith("AdamW counts 2 steps more than it has taken: ")
+    assert "0.623, 0.762 and 0.833 times what" in found[0].message
+
+
+def test_what_the_updates_are_is_that_many_times_the_formulas() -> None:
+    def first_three(make: Make) -> list[Tensor]:
+        weights = [net()[4].weight.detach()]  # type: ignore[index]
+        script = Script(make, change=constant)
+        script.behind = lambda script, _: weights.append(script.model[4].weight.detach().clone())  # type: ignore[index]
+        script.run(3)
+        return [new - old for old, new in pairwise(weights)]
+
+    make = by(torch.optim.Adam, lr=1e-3)
+    factors = [
+        float((one / other).mean()) for one, other in zip(first_three(emptied(make)), first_three(make), strict=True)
+    ]
+    assert factors == pytest.approx([0.744, 0.858, 0.910], abs=6e-4)
+
+
+def constant(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        parameter.grad.fill_(0.1 * step)  # type: ignore[union-attr]
+
+
+def nothing(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        parameter.grad.zero_()  # type: ignore[union-attr]
+
+
+def one_without(script: Script, step: int) -> None:
+    """As a training that goes on, in which one parameter alone has never had a gradient: a LoRA's first factor."""
+    for number, state in enumerate(script.optimizer.state.values()):
+        if step == 1 and number != 2:
+            state["exp_avg"].fill_(1e-3)
+
+
+def forgotten(script: Script, step: int) -> None:
+    for state in script.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+WITHOUT = emptied(by(torch.optim.AdamW, lr=1e-3))
+OTHER_STATES = {
+    "no bias is corrected": Script(emptied(by(torch.optim.SGD, lr=0.1, momentum=0.9))),
+    "coupled decay": Script(emptied(by(torch.optim.Adam, lr=1e-3, weight_decay=0.1))),
+    "no gradient now": Script(WITHOUT, change=nothing),
+    "one without": Script(WITHOUT, change=one_without),
+    "moments forgotten later": Script(by(torch.optim.AdamW, lr=1e-3), change=forgotten),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_another_state_is_no_such_note(name: str) -> None:
+    assert OTHER_STATES[name].run(4) == []
 
 
 # -- what is no mistake ------------------------------------------------------------------------------------------------
@@ -447,6 +648,12 @@ def broken(script: Script, step: int) -> None:
             parameter.grad = None
 
 
+def lies_otherwise(script: Script, step: int) -> None:
+    for parameter in script.model.parameters():
+        if parameter.ndim == 2 and parameter.grad is not None:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+
 def closed(optimizer: torch.optim.Optimizer, step: int, named: bool = False) -> None:
     def again() -> float:
         for parameter in optimizer.param_groups[0]["params"]:
@@ -495,6 +702,7 @@ CONTROLS: dict[str, Callable[[], Script]] = {
     "moving average": lambda: Script(PLAIN, behind=averaged),
     "warm-up from 0": lambda: Script(PLAIN, change=warmed_up),
     "gradient clipped": lambda: Script(PLAIN, change=clipped),
+    "gradients lie otherwise": lambda: Script(with_form(PLAIN, foreach=False), change=lies_otherwise),
     "infinite, none": lambda: Script(PLAIN, change=broken),
     "closure": lambda: Script(PLAIN, step=closed),
     "closure by name": lambda: Script(PLAIN, step=partial(closed, named=True)),

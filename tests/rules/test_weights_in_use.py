@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.framework import WeightCopy
+from ds_silent.framework import GatheredPiece, WeightCopy
+from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
 from ds_silent.rules.batch import EVERY, LOOKED_AT
-from ds_silent.rules.weights_in_use import SAMPLES, WeightsInUse, unequal_samples
+from ds_silent.rules.weights_in_use import SAMPLES, GatheredWeights, WeightsInUse, unequal_samples
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
@@ -177,3 +178,53 @@ def test_whole_groups_are_cut_into_their_parameters() -> None:
     assert [copy.name for copy in copies] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     for copy, weight in zip(copies, model.parameters(), strict=True):
         assert torch.equal(copy.masters, weight.detach().float().flatten())
+
+
+def test_a_difference_keeps_the_step_at_which_it_was_found() -> None:
+    masters = torch.linspace(-1, 1, 10)
+    framework = pieces(masters.bfloat16() + 1, masters)
+    rule, since = WeightsInUse(framework), []
+    for framework.step in range(5, 5 + LOOKED_AT):
+        since += [breach.since for breach in rule.breaches()]
+    assert since == [5] * LOOKED_AT
+
+
+class Gathers:
+    """A module that has gathered a weight, and what this rank's shard holds."""
+
+    def __init__(self) -> None:
+        self.module, self.used, self.shard, self.asked = nn.Identity(), torch.ones(6), torch.ones(6), 0
+        framework: Any = SimpleNamespace(step=1, gathered=lambda: [GatheredPiece("w", self.module, self.own)])
+        self.framework, self.rule, self.patches = framework, GatheredWeights(framework), Patches()
+        self.rule.connect(self.patches, lambda function, *given: function(*given))
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        return self.used, self.shard
+
+    def step(self, number: int, forwards: int = 2) -> list[int]:
+        """Return since when the gathered weights are others."""
+        for self.framework.step in range(number, number + forwards):
+            self.module(torch.ones(1))
+        return [breach.since for breach in self.rule.breaches()]
+
+
+def test_a_gathered_weight_is_looked_at_once_in_a_step_and_is_over_when_it_is_mended() -> None:
+    gathers = Gathers()
+    assert gathers.step(1) == []
+    assert gathers.asked == 1
+    gathers.used[4] = 3.0
+    assert gathers.step(11) == [11]
+    assert gathers.step(21) == [11]
+    gathers.used[4] = 1.0
+    assert gathers.step(31) == []
+    gathers.patches.undo()
+
+
+def test_a_rank_without_a_piece_of_a_weight_says_nothing() -> None:
+    gathers = Gathers()
+    gathers.used = gathers.shard = torch.ones(0)
+    gathers.module(torch.ones(1))
+    assert gathers.asked == 1
+    assert gathers.rule._names == []
+    gathers.patches.undo()
