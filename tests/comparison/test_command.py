@@ -179,8 +179,5 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(Training(), Path("runs/a"))
     write(Training(ranks=2, fault="sign", since=6), Path("runs/b"))
     said = compare("runs/a", "runs/b", code=1).stdout
-    shown = fences((DOCS / "compare.md").read_text(encoding="utf-8"), "text")[0]
-    digits = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?%?")
-    for line, expected in zip(said.splitlines(), shown.splitlines(), strict=True):  # rounding is another machine's own
-        assert digits.sub("#", re.sub(r" +", " ", line)) == digits.sub("#", re.sub(r" +", " ", expected))
-    assert said.splitlines()[0] == shown.splitlines()[0]
+    [shown] = fences((DOCS / "compare.md").read_text(encoding="utf-8"), "text")
+    assert said.splitlines()[0] == shown.strip()
