@@ -82,7 +82,8 @@ class ReductionCheck:
     """The reduction of one step. None: not checked at this step, or it cannot be seen.
 
     ``handed``: how many times the aggregate each rank's script gave to its optimizer, where they are not alike;
-    ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that.
+    ``overflows``: fp16 gradients that are finite may add up to infinity; the loss scale answers that;
+    ``unsynchronised``: on no rank a backward of the step was to be reduced, and yet the optimizer stepped.
     """
 
     check: AggregateCheck | None = None
@@ -91,6 +92,7 @@ class ReductionCheck:
     overflows: bool = False
     changed: bool = False  # the script has changed it since: a repetition would lose that
     handed: tuple[float, ...] | None = None
+    unsynchronised: bool = False
 
     @property
     def wrong(self) -> bool:
