@@ -174,6 +174,16 @@ def _micro_batches(
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
     """Report ranks that hold different bits although the checked slices add up to the mean or sum."""
     groups, where = next(iter(received.values())), layers_text(tuple(received), seen.layers)
+    if seen.unsynchronised:
+        message = (
+            f"No backward of this step was reduced in {where}, and the optimizer stepped: every rank applies the "
+            "gradient of its own rows, and the replicas part."
+        )
+        remedy = distrust(words, (), "unsynchronised")
+        key, apart = f"integrity unsynchronised {where}", ("replica-drift",)
+        return Finding(
+            key, "unreduced-gradient", "error", (), where, None, None, message, remedy, record.step, effects=apart
+        )
     odd = outvoted(groups)
     message = (
         f"The ranks hold different aggregated gradients in {where}: {who_received(groups, record.world_size)} The "
@@ -290,7 +300,11 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
 
 def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
     """Return what to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
-    first = {"unreduced": words.not_reduced, "leftover": words.not_cleared}.get(what, "")
+    first = {
+        "unreduced": words.not_reduced,
+        "unsynchronised": words.not_synchronised,
+        "leftover": words.not_cleared,
+    }.get(what, "")
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
     look = ", and look at the network of the rank named" if ranks else ""
     script = "Look for a hook or other code of the script that changes gradients"

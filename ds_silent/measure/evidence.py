@@ -86,6 +86,7 @@ class ReductionCheck:
     overflows: bool = False  # finite fp16 gradients may add up to infinity; the loss scale answers that
     changed: bool = False  # the script has changed it since: a repetition would lose that
     handed: tuple[float, ...] | None = None  # times the aggregate that each rank's script hands on, where not alike
+    unsynchronised: bool = False  # no rank was to reduce a backward of the step, and yet the optimizer stepped
 
     @property
     def wrong(self) -> bool:

@@ -104,6 +104,7 @@ class ReductionChecker:
             seen.received,
             changed=examined.changed,
             handed=examined.handed,
+            unsynchronised=examined.unsynchronised,
             applied=applied,
             replicas=replicas,
             drift=drift or told.drift,
@@ -122,7 +123,13 @@ class ReductionChecker:
         changed = bool((gathered.reduced.handed_seen != 0.0).any())
         check, cause = self._aggregation(gathered)
         return ReductionCheck(
-            check, cause, _received(gathered, self._layout), overflows, changed, self._applied.handed(gathered)
+            check,
+            cause,
+            _received(gathered, self._layout),
+            overflows,
+            changed,
+            self._applied.handed(gathered),
+            unsynchronised=not bool(gathered.local.seen.any()) and on_all(gathered.reduced.seen),
         )
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:

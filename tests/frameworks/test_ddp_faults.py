@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class Fault:
     step: int = 1
     hook: Hook | None = None
     bypassed: bool = False  # the script calls ddp.module
+    unsynchronised: bool = False  # the script stays in no_sync() at the step's last backward
     same_rows: bool = False
     drift: int = 0  # step after which rank 2's weights change
     scaled: float = 1.0  # rank 2's loss
@@ -71,6 +73,9 @@ FAULTS = {
     "a hook that rounds": Fault(None, case=DDPCase(hook="fp16_compress_hook")),
     "a bucket that is not reduced": Fault("unreduced-gradient", hook=mean_but_for_one),
     "a forward around DDP": Fault("unreduced-gradient", bypassed=True),
+    "a step inside no_sync": Fault(
+        "unreduced-gradient", unsynchronised=True, says=("No backward of this step was reduced", "outside of no_sync()")
+    ),
     "the same rows": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True),
     "the same rows, fully_shard": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True, case=FSDP2Case()),
     "a replica drifts": Fault("replica-drift", (2,), step=4, drift=2),
@@ -119,8 +124,9 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
     with ds_silent.observe(model, optimizer, config=block):
         for step in range(1, STEPS + 1):
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-            loss = (model.module if fault.bypassed else model)(tokens, False)
-            (loss * (fault.scaled if rank == 2 else 1.0)).backward()
+            with model.no_sync() if fault.unsynchronised else nullcontext():
+                loss = (model.module if fault.bypassed else model)(tokens, False)
+                (loss * (fault.scaled if rank == 2 else 1.0)).backward()
             if fault.between is not None:
                 fault.between(model, fault.norm if rank == 2 else 0.1)
             optimizer.step()
