@@ -161,7 +161,7 @@ class StepMoments:
     def applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Observe what an optimizer applies; once per step, or per parameter group where a framework steps so."""
         self._applied = True
-        if self._framework.observes_applied and self.measured:
+        if self._framework.observes_applied and self.measured and not self.unpublished:
             self.aggregate.apply(self._framework.applied(optimizer))
 
     def dropped(self) -> None:

@@ -1,18 +1,21 @@
 """NaN, infinite and zero values, and parameters without a gradient: judged before anything is compared.
 
-These are facts, not statistics: they are reported at their first step, and no false-alarm rate applies.
+These are facts, not statistics, and no false-alarm rate applies. All but parameters without a gradient are reported at
+their first step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
 
+_HABIT = 8  # measured steps
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
 
 
@@ -24,23 +27,36 @@ class BrokenNumbers(Detector):
 
 
 class StaleParameters(Detector):
-    """Report parameters that get a gradient on other ranks only, unless the model is conditional."""
+    """Report parameters that get a gradient on other ranks only, unless the model is conditional.
 
-    stored = ("stale_key", "conditional")
+    A mixture of experts trains other parameters on other ranks from step to step. So a finding counts at once only
+    behind ``_HABIT`` steps in which all ranks have trained the same; else it has to come that often in a row.
+    """
+
+    stored = ("stale_key", "in_row", "habit", "since", "conditional")
 
     def __init__(self, alike: bool = True):
         self._alike = alike
         self._stale_key: str | None = None  # of the first finding
+        self._in_row = self._habit = 0  # findings; steps without one before the first
+        self._since = 0  # the first finding's step
         self._conditional = False  # the model trains other parameters on other ranks, in health
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        found = [] if self._conditional or not self._alike else stale_parameters(record, evidence)
-        if found and self._stale_key not in (None, found[0].key):
-            self._conditional = True
+        if self._conditional or not self._alike:
             return []
-        if found:
-            self._stale_key = found[0].key
-        return found
+        found = stale_parameters(record, evidence)
+        if not found and self._stale_key is None:
+            self._habit += 1
+            return []
+        if self._stale_key is None:
+            self._stale_key, self._since = found[0].key, record.step
+        counts = self._habit >= _HABIT or self._in_row >= _HABIT
+        if found and found[0].key == self._stale_key:
+            self._in_row += 1
+            return [replace(found[0], since=self._since)] if counts or self._in_row >= _HABIT else []
+        self._conditional = bool(found) or not counts
+        return []
 
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -126,8 +142,7 @@ def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
 def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     """Find ranks on which parameters get no gradient that get one on other ranks.
 
-    A model with conditional computation does this in health, on other ranks at other steps. ``StaleParameters`` stops
-    looking once the ranks have changed; a frozen parameter stays with its rank.
+    A model with conditional computation does this in health, on other ranks at other steps.
     """
     stale = extras.stale_parameters or ()
     missing = tuple(rank for rank, count in enumerate(stale) if count > 0)

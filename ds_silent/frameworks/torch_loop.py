@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.capture.batch_rows import batch_tensors
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
+from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
 from ds_silent.frameworks import torch_common
@@ -230,9 +230,8 @@ class TorchLoop:
 
 
 def rows_in(args: Any, kwargs: Any) -> int:
-    """Count the rows of a micro-batch: the first dimension of the first tensor that has one."""
-    tensors, _ = batch_tensors(args, kwargs)
-    return next((int(tensor.shape[0]) for tensor in tensors if tensor.ndim), 0)
+    """Count the rows of a micro-batch."""
+    return rows_of(batch_tensors(args, kwargs)[0])
 
 
 def follow_accelerate(patches: Patches, moments: Moments) -> None:

@@ -35,7 +35,7 @@ from ds_silent.text import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
 PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
-"""After these the replicas are compared, whatever the interval says."""
+"""After these the replicas are compared, whatever the interval says, and after an outlier, which other weights make."""
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -296,7 +296,8 @@ class Recorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in self._ending:
             self.ends = event
-        self._parted |= event.kind in PARTING and event.severity != "info" and event.phase != "ongoing"
+        parts = event.kind in PARTING and event.severity != "info"
+        self._parted |= (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
         if others and self._judgement is not None:  # of the preflight, of a resume
             self._judgement.told(event)

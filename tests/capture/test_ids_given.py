@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.capture.batch_rows import RowIds, as_ids, row_hashes
+from ds_silent.capture.batch_rows import RowIds, as_ids
+from ds_silent.capture.row_hashes import row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
+from ds_silent.frameworks.torch_loop import rows_in
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, build
@@ -194,3 +196,19 @@ def test_a_training_that_tells_its_rows_in_its_own_way(tmp_path: Path) -> None:
     records, events = run_distributed(listed, 2, (str(tmp_path),))[0]
     assert [record["coverage"]["duplicates"] for record in records] == [0, 0, ROWS, 0, 0]
     assert [event["kind"] for event in events if event["severity"] == "error"] == ["duplicate-data"]
+
+
+def test_packed_sequences_are_told_by_their_tokens_and_not_by_their_offsets() -> None:
+    """A flattened batch is one row; its offsets, the first tensor by name, are equal in batches that share nothing."""
+    offsets = torch.tensor([0, 3, 6], dtype=torch.int32)
+    found = []
+    for tokens in (torch.arange(6)[None], torch.arange(6, 12)[None]):
+        inputs = {"cu_seq_lens_q": offsets.clone(), "input_ids": tokens, "max_length_q": 3}
+        assert rows_in((), inputs) == 1
+        rows = RowIds(enabled=True, capacity=4, micro_batch=4)
+        rows.forward((), inputs)
+        found.append(taken(rows))
+    assert [len(one) for one in found] == [1, 1]
+    assert found[0] != found[1]
+    assert rows_in((torch.arange(5),), {}) == 5  # a vector of ids, each a row
+    assert rows_in((torch.tensor(1.0),), {}) == 0

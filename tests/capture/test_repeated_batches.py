@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
-from ds_silent.capture.batch_rows import _REPEATS, RowIds, row_hashes
+from ds_silent.capture.batch_rows import _REPEATS, RowIds
+from ds_silent.capture.row_hashes import row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed

@@ -53,13 +53,24 @@ def test_zero_gradient_and_why() -> None:
     assert "label token" not in event.message
 
 
-def test_stale_parameters_on_one_rank_are_told_once_and_conditional_models_are_left_alone() -> None:
+ON_RANK_2, ON_RANK_1 = Evidence(stale_parameters=(0, 0, 3, 0)), Evidence(stale_parameters=(0, 2, 0, 0))
+NOWHERE = Evidence(stale_parameters=(0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("before", "at"), [(0, 8), (7, 15), (8, 9)])
+def test_stale_parameters_on_one_rank_are_told_once_and_conditional_models_are_left_alone(before: int, at: int) -> None:
     run = Run()
-    events = run.steps(5, Evidence(stale_parameters=(0, 0, 3, 0)))
-    assert [(e.kind, e.ranks, e.where) for e in events] == [("zero-gradient", (2,), "parameters")]
-    events = run.steps(1, Evidence(stale_parameters=(0, 2, 0, 0)))
+    events = run.steps(before, NOWHERE) + run.steps(10, ON_RANK_2)
+    assert [(e.kind, e.ranks, e.where, e.step) for e in events] == [("zero-gradient", (2,), "parameters", at)]
+    events = run.steps(1, ON_RANK_1)
     assert [e.severity for e in events] == ["info"]  # the first has ended
-    assert run.steps(5, Evidence(stale_parameters=(0, 0, 3, 0))) == []
+    assert run.steps(10, ON_RANK_2) == []
+
+
+@pytest.mark.parametrize("other", [ON_RANK_1, NOWHERE])
+def test_parameters_that_come_and_go_from_the_first_steps_on_are_a_mixture_of_experts(other: Evidence) -> None:
+    run = Run()
+    assert run.steps(7, ON_RANK_2) + run.steps(1, other) + run.steps(20, ON_RANK_2) == []
 
 
 # -- the same data ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_silent.capture.batch_rows import batch_tensors, row_hashes
+from ds_silent.capture.row_hashes import batch_tensors, row_hashes
 from ds_silent.exchange.row_ids import ROW_NUMBERS, all_rows, hash_rows, pack_ids, unpack_ids
 from tests.support.distributed import run_distributed
 
