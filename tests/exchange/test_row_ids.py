@@ -113,7 +113,7 @@ def test_which_tensor_holds_what_counts() -> None:
 def test_large_rows_are_hashed_in_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     images, mask = torch.randn(3, 10, 7), torch.ones(3, 10)
     whole = row_hashes([images, images[:, :, 0]], mask)
-    monkeypatch.setattr("ds_silent.capture.batch_rows._HASH_BLOCK", 12)
+    monkeypatch.setattr("ds_silent.capture.row_hashes._HASH_BLOCK", 12)
     assert torch.equal(row_hashes([images, images[:, :, 0]], mask), whole)
 
 
