@@ -116,7 +116,8 @@ class Judge:
         self.scores = Scores(record.step, tuple(scores))
         if record.world_size > 1:
             findings = _without_consequences(findings)
-        return self._episodes.update(record.step, findings) + notes
+        events = self._episodes.update(record.step, findings)
+        return events + [note for note in notes if not self._episodes.explains(note)]
 
     def unlike(self, step: int, found: tuple[Unlike, ...]) -> list[Event]:
         """Return the events of settings that the last observation showed to differ; no step is judged after it."""

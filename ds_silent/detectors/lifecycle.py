@@ -248,6 +248,13 @@ class Episodes:
         told = Event(step, f.kind, f.severity, *place, message, f.remedy, effect=f.effect, phase=phase)
         return told if f.log_excess is None else with_odds(told, self._rate, f.log_excess)
 
+    def explains(self, note: Event) -> bool:
+        """Tell whether an open fault makes the ranks of a note other than the rest: the note would point elsewhere."""
+        return bool(note.ranks) and any(
+            note.kind in (*_EFFECTS.get(fault.kind, ()), *fault.effects) and set(note.ranks) <= set(fault.ranks)
+            for _, fault in self._open()
+        )
+
     def start(self, step: int, finding: Finding) -> list[Event]:
         """Return the event of one finding after the last step; none if the fault is open already."""
         if finding.key in self._active:

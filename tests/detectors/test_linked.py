@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.lifecycle import Episodes, effects_of_settings
-from ds_silent.records import Event, EventKind, Severity, lifecycle_in
+from ds_silent.capture.untrained import Unlike
+from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings
+from ds_silent.measure.evidence import Evidence
+from ds_silent.records import Event, EventKind, Severity, StepRecord, lifecycle_in
+from tests.support.made_records import Run
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
 
@@ -221,3 +225,23 @@ def test_the_order_of_gradients_is_another_one_under_autocast() -> None:
     ]
     mode = replace(autocast, effects=effects_of_settings("config-mismatch", "training mode"))
     assert {one.severity for one in Episodes().update(4, [wrong, mode])} == {"error"}
+
+
+class Notes(Detector):
+    """Note at each step that rank 2 is other."""
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes = (
+            Event(record.step, "outlier-rank", "info", (2,), "loss", 9.0, 5.0, "Other rows.", "Look at rows."),
+        )
+        return []
+
+
+def test_a_note_about_a_rank_is_left_out_while_an_open_fault_explains_it() -> None:
+    run = Run()
+    run.judge._detectors = (SettingsDetector(), Notes())
+    rate = Unlike("lr", "config-mismatch", "error", (2,), "learning rate", "It differs.", "Change it.", 1)
+    other = replace(rate, ranks=(1,))
+    for found, notes in (((), 1), ((rate,), 0), ((rate,), 0), ((), 1), ((other,), 1)):
+        events = run.judge.step(run.record(), Evidence(unlike=found))
+        assert [event.kind for event in events].count("outlier-rank") == notes
