@@ -231,16 +231,14 @@ class Notes(Detector):
     """Note at each step that rank 2 is other."""
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        self.notes = (
-            Event(record.step, "outlier-rank", "info", (2,), "loss", 9.0, 5.0, "Other rows.", "Look at rows."),
-        )
+        self.notes = (Event(record.step, "outlier-rank", "info", (2,), "loss", None, None, "Other rows.", "Look."),)
         return []
 
 
 def test_a_note_about_a_rank_is_left_out_while_an_open_fault_explains_it() -> None:
     run = Run()
     run.judge._detectors = (SettingsDetector(), Notes())
-    rate = Unlike("lr", "config-mismatch", "error", (2,), "learning rate", "It differs.", "Change it.", 1)
+    rate = Unlike("lr", (2,), "learning rate", "It differs.", "Change it.", 1)
     other = replace(rate, ranks=(1,))
     for found, notes in (((), 1), ((rate,), 0), ((rate,), 0), ((), 1), ((other,), 1)):
         events = run.judge.step(run.record(), Evidence(unlike=found))
