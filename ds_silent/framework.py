@@ -56,6 +56,7 @@ class Moments:
     post_reduction: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
     pre_update: Callable[..., object]  # (*anything): once per step, between the reduction and the first optimizer
     pre_optimizer_step: Callable[..., object]  # (optimizer, args, kwargs) each time one begins to apply the aggregate
+    on_aggregate_written: Callable[[], object]  # (): a loss scaler has written to it, which torch does not count
     on_gradient_dropped: Callable[[], object]  # (): what has come since the last step was cleared and belongs to none
     post_step: Callable[[], object]  # (): the optimizers have run, the counters have advanced
     pre_checkpoint: Callable[..., object]  # (*anything)

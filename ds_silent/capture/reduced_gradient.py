@@ -82,6 +82,11 @@ class ReducedGradient:
         self._local_sketched: Sketched | None = None  # the local gradient's, where the reduction's end was observed
         self._reduced: tuple[Sketched, Remembered] | None = None
         self._sketch: Tensor | None = None  # (k,) of this rank's share, as the optimizer gets it
+        self._written = False  # since the reduction, by what torch does not count
+
+    def written(self) -> None:
+        """Look at the aggregate again as the step begins: it was written to, and torch has not counted that."""
+        self._written = True
 
     def reduced(self, aggregated: Iterable[Part] | None) -> None:
         """Look at the reduction's result before the script can change it. The last such call of a step counts."""
@@ -127,7 +132,7 @@ class ReducedGradient:
     ) -> Reduced[float | Tensor]:
         """Compare what is applied with what the step began with; look again only where a script changed that."""
         values = [part for *_, part in parts]
-        if not remembered.moved(values):
+        if not self._written and not remembered.moved(values):
             changed = remembered.differs(values)
             return numbers if changed is None else replace(numbers, handed_seen=-changed)
         sketches, squares = self._read(parts)

@@ -96,6 +96,7 @@ class TorchLoop:
         patches.wrap(torch.autograd, "backward", self._backward)
         scaler = torch.amp.GradScaler
         patches.wrap_method(scaler, "scale", self._scale)
+        patches.wrap_method(scaler, "unscale_", self._unscale)
         patches.wrap_method(scaler, "step", self._scaler_step)
         follow_accelerate(patches, moments)
         patches.also(self._forget)
@@ -219,6 +220,12 @@ class TorchLoop:
             self._unscaled = outputs
             outputs.register_hook(partial(self._loss_scaled, 1.0))  # type: ignore[no-untyped-call]
         return original(scaler, outputs)
+
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        """torch does not count what this writes as a change of the gradients (2.13)."""
+        if any(optimizer is own for own in self._optimizers):
+            self._moments.on_aggregate_written()
+        return original(scaler, optimizer)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._counts.step
