@@ -92,7 +92,8 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
     shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
     if shuffled and all(len(part) == 1 for part in first.parts):
         missed = f" An epoch would see {expected_coverage(ranks):.1%} of the rows, some of them again."
-    return f"{first.item.name} differs between ranks: {values}{more}.{nobody}{missed}"
+    verb = "differ" if first.item.name.startswith("settings of") else "differs"
+    return f"{first.item.name} {verb} between ranks: {values}{more}.{nobody}{missed}"
 
 
 def _failures(one: ItemOutcome) -> str:
