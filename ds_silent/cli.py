@@ -350,6 +350,9 @@ def compare(
     only_answer: Annotated[
         bool, _option("Print the one sentence alone, for CI; the exit status is the same.", None, "--assert")
     ] = False,
+    page: Annotated[
+        str | None, _option("Write a page: only what differs, and each link's curve with what is allowed.", "FILE")
+    ] = None,
 ) -> None:
     """Say where two trainings part: the first step, layer and link of the chain, by which factor, and why.
 
@@ -361,7 +364,7 @@ def compare(
     from ds_silent.commands.compare_runs import CompareOptions, compare_command
 
     raise typer.Exit(
-        compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves))
+        compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves, page))
     )
 
 

@@ -34,6 +34,7 @@ class CompareOptions:
     junit_path: str | None = None
     brief: bool = False
     curves: bool = False
+    page: str | None = None
 
 
 def compare_command(runs: Sequence[str], golden: str | None, options: CompareOptions) -> int:
@@ -57,6 +58,10 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
             write_json(found, options.json_path)
         if options.junit_path is not None:
             write_junit(found, options.junit_path)
+        if options.page is not None:
+            from ds_silent.runs.report.comparison_page import write_comparison  # jinja2, for those who ask for it
+
+            write_comparison(found, options.page)
     except (ComparisonError, TraceError, ReadingError) as error:
         return wrong(str(error))
     except OSError as error:

@@ -27,7 +27,7 @@ from ds_silent.comparison.levels import Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
 from ds_silent.comparison.pairing import pair_steps, pair_tensors
 from ds_silent.comparison.past import Parting
-from ds_silent.comparison.result import LINKS, LinkResult, TrainingComparison
+from ds_silent.comparison.result import LINKS, LinkResult, State, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
 __all__ = ["ComparisonError", "TraceError", "TrainingComparison", "compare"]
@@ -269,10 +269,11 @@ def _link(name: str, judge: ChainJudge, first: str | None, step: int | None) -> 
     summary = judge.summaries.get(name)
     if summary is None:
         return LinkResult(name, "unknown", 0, 0, None, 0.0, 0.0)
+    state: State = "equal" if summary.equal == summary.compared else "rounding"
+    parted = summary.parted
     if name == first:
         state, parted = "parts", step
-    elif summary.parted is not None:
-        state, parted = "follows", summary.parted
-    else:
-        state, parted = ("equal" if summary.equal == summary.compared else "rounding"), None
-    return LinkResult(name, state, summary.compared, summary.equal, parted, summary.largest, summary.share)  # type: ignore[arg-type]
+    elif parted is not None:
+        state = "follows"
+    curve = tuple(summary.curve)
+    return LinkResult(name, state, summary.compared, summary.equal, parted, summary.largest, summary.share, curve)

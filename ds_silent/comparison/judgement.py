@@ -15,7 +15,7 @@ then is small, no multiple, and gone at the next step; such a step is named, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ class Summary:
     largest: float = 0.0
     share: float = 0.0  # of what was allowed, where that was largest
     parted: int | None = None  # step of A
+    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step of A, difference, what was allowed
 
 
 class ChainJudge:
@@ -61,6 +62,7 @@ class ChainJudge:
         self.blind: int | None = None
         self.tipped: list[int] = []
         self.parted = self._found = False  # the second: within this step
+        self._step = 0
         self._layer_of = np.array([one.layer for one in pairs.tensors], dtype=int)
 
     def step(self, apart: Differences, first: bool, loaded: bool, after: Differences | None) -> list[Parting]:
@@ -72,6 +74,7 @@ class ChainJudge:
             after: the next step.
         """
         self._found, before = self.parted, {name: replace(one) for name, one in self.summaries.items()}
+        self._step = apart.a.step
         if self.blind is None and self.past.diverges(apart):
             self.blind = apart.a.step
         found = [
@@ -89,6 +92,8 @@ class ChainJudge:
             findings = findings[1:]  # it follows from the rate
         if findings and not self.parted and self._tipped(findings[0], apart, after):
             self.summaries = before
+            for summary in before.values():
+                del summary.curve[summary.compared :]
             self.tipped.append(apart.a.step)
             return []
         for one in findings:
@@ -118,6 +123,7 @@ class ChainJudge:
         summary = self.summaries.setdefault(link, Summary())
         summary.compared += 1
         summary.equal += size == 0.0
+        summary.curve.append((self._step, size, allowed))
         if not self._found or (size > allowed and not self.parted):
             summary.largest = max(summary.largest, size)
             summary.share = max(summary.share, size / allowed if allowed else 0.0)

@@ -59,11 +59,12 @@ def _table(found: TrainingComparison) -> Table:
         table.add_column(name, justify="right")
     for one in found.links:
         style = "bold red" if one.state == "parts" else None
-        table.add_row(*_cells(one), style=style)
+        table.add_row(*cells(one), style=style)
     return table
 
 
-def _cells(one: LinkResult) -> tuple[str, ...]:
+def cells(one: LinkResult) -> tuple[str, ...]:
+    """Return a row of the table: link, verdict, step, steps, equal ones, largest difference, share of the allowed."""
     step = "" if one.step is None else str(one.step)
     if one.state == "unknown":
         return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
@@ -75,8 +76,10 @@ def _cells(one: LinkResult) -> tuple[str, ...]:
 
 
 def write_json(found: TrainingComparison, path: str | Path) -> None:
-    """Write every field of the comparison; a non-finite number is a string."""
+    """Write every field of the comparison but the curves; a non-finite number is a string."""
     value = to_json(found)
+    for link in value["links"]:
+        del link["curve"]
     Path(path).write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -17,6 +17,9 @@ PHRASES: dict[str, str] = {
 """Each link, as sentences name it."""
 
 
+State = Literal["equal", "rounding", "parts", "follows", "unknown"]
+
+
 @dataclass(frozen=True)
 class LinkResult:
     """One link over all steps that were compared.
@@ -27,15 +30,17 @@ class LinkResult:
         step: of A, at which it parts first; None where it does not.
         largest: relative difference, up to the parting.
         share: the largest of what was allowed, up to the parting.
+        curve: step of A, relative difference and what was allowed, of each step that was compared.
     """
 
     link: str
-    state: Literal["equal", "rounding", "parts", "follows", "unknown"]
+    state: State
     compared: int
     equal: int
     step: int | None
     largest: float
     share: float
+    curve: tuple[tuple[int, float, float], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

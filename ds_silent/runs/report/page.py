@@ -68,7 +68,7 @@ def page_of(runs: Sequence[RunRecords]) -> str:
     numbers = {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
     headline = _headline([view.verdict for view in views])
     order = ("error", "warning", "unknown", "ok")
-    return _template().render(
+    return template("page.html").render(
         title=f"{headline} · ds_silent",
         parts=parts,
         topics=topics,
@@ -76,9 +76,9 @@ def page_of(runs: Sequence[RunRecords]) -> str:
         worst=min((view.verdict.severity for view in views), key=order.index, default="unknown"),
         number=lambda panel: numbers[id(panel)],
         data=_data(views, parts, [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]),
-        style=Markup(_text("page.css")),  # ours
-        script=Markup(_text("page.js")),
-        policy=_policy(),
+        style=Markup(text_of("page.css")),  # ours
+        script=Markup(text_of("page.js")),
+        policy=policy("page.css", "page.js"),
         several=len(parts) > 1,
     )
 
@@ -232,22 +232,22 @@ def _headline(verdicts: Sequence[RunVerdict]) -> str:
     return f"{wrong} of {len(verdicts)} runs {'has' if wrong == 1 else 'have'} an alarm."
 
 
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """Return a page's template: everything that it is given is escaped, and nothing may be missing."""
     strict = jinja2.StrictUndefined
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict)
     environment.filters["gist"] = gist
-    return environment.from_string(_text("page.html"))
+    return environment.from_string(text_of(name))
 
 
-def _policy() -> str:
-    """Return a policy that admits this page's own style, script and pictures alone."""
-    digests = (hashlib.sha256(_text(name).encode()).digest() for name in ("page.css", "page.js"))
-    style, script = (f"sha256-{base64.b64encode(digest).decode('ascii')}" for digest in digests)
-    return (
-        f"default-src 'none'; script-src '{script}'; style-src '{style}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+def policy(style: str, script: str | None = None) -> str:
+    """Return a policy that admits a page's own style, script and pictures alone."""
+    given = (("style", style), *([("script", script)] if script else []))
+    hashes = ((kind, base64.b64encode(hashlib.sha256(text_of(name).encode()).digest())) for kind, name in given)
+    own = "; ".join(f"{kind}-src 'sha256-{digest.decode('ascii')}'" for kind, digest in hashes)
+    return f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """Read a file of this folder."""
     return resources.files("ds_silent.runs.report").joinpath(name).read_text(encoding="utf-8")
