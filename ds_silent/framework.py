@@ -163,11 +163,13 @@ class GatheredPiece:
         module: whose forward pre-hooks, made before those of an observer, gather it.
         own: returns the elements of the whole that come from this rank, and its shard: flat, of the same elements. None
             where the one or the other is not there.
+        travels: returns the dtype in which shards may be gathered, where that is neither's.
     """
 
     name: str
     module: nn.Module
     own: Callable[[], tuple[Tensor, Tensor] | None]
+    travels: Callable[[], torch.dtype | None] = lambda: None
 
 
 class Framework:

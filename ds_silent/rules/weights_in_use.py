@@ -135,8 +135,11 @@ class GatheredWeights(Rule):
             own = piece.own()
             if own is not None and own[0].numel():
                 used, updated = (sample(values, self._steps) for values in own)
+                unequal = _unequal(used, updated)
+                if (travels := piece.travels()) is not None:
+                    unequal &= _unequal(used, updated.to(travels))
                 self._names.append(piece.name)
-                self._unequal.append(_unequal(used, updated).any())
+                self._unequal.append(unequal.any())
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what the newest look that has arrived has found."""

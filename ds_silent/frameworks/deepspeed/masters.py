@@ -42,7 +42,12 @@ def gathered_by(engine: Any) -> list[GatheredPiece]:
     if engine.zero_optimization_stage() != 3 or any(getattr(config, name, False) for name in names):
         return []
     return [
-        GatheredPiece(f"{path}.{name}" if path else name, module, partial(_own_piece, parameter))
+        GatheredPiece(
+            f"{path}.{name}" if path else name,
+            module,
+            partial(_own_piece, parameter),
+            partial(getattr, parameter, "comm_dtype", None),  # of torch_autocast, for what is not persistent (0.19.8)
+        )
         for path, module in engine.module.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if hasattr(parameter, "ds_tensor")
