@@ -17,10 +17,11 @@ from ds_silent.practice.probe import hash_of
 from ds_silent.rules import weights_in_use
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
+from tests.support.healthy import AUTOCAST, forget_autocast
 
 STEPS, WIDTH, PARAMETERS = 40, 24, 7
 FSDP2 = ("fp32", "nested", "nested, bf16", "kept after the forward", "checkpointed", "accumulated", "replicas")
-ZERO3 = ("fp32", "bf16", "fp16", "persistent", "checkpointed")
+ZERO3 = ("fp32", "bf16", "fp16", "persistent", "checkpointed", "autocast", "persistent, autocast")
 STALE = ("stale, fp32", "stale, bf16")
 
 
@@ -127,13 +128,15 @@ def zero3(case: str, directory: str, observed: bool) -> tuple[Any, ...]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10**6 if case == "persistent" else 0},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10**6 * case.startswith("persistent")},
+        **(AUTOCAST if case.endswith("autocast") else {}),
         **({dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}} if dtype else {}),
     }
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     if case in STALE:
         make_stale(model.block.down, model.block.down)
     found = train(engine, None, case, directory, observed)
+    forget_autocast()
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return *found, hash_of(parameter.detach().clone() for parameter in model.parameters())
 

@@ -314,7 +314,7 @@ def train(
     gather_limit: int = GATHER_LIMIT,
 ) -> Trace:
     """``STEPS`` optimizer steps on this rank."""
-    _forget_autocast()
+    forget_autocast()
     case = setting.case
     if case.dtype == "fp16" or setting.travels == "fp16":  # DeepSpeed's CPU accelerator refuses it; torch computes it
         get_accelerator().is_fp16_supported = lambda: True
@@ -350,7 +350,7 @@ def train(
     finally:
         patches.undo()
         engine.destroy()
-        _forget_autocast()
+        forget_autocast()
     if block is None or dist.get_rank():
         return Trace(state)
     return Trace(state, tuple(read_metrics(folder / "metrics.jsonl")), tuple(read_events(folder / "events.jsonl")))
@@ -367,7 +367,7 @@ def _batches(setting: Setting) -> Iterator[Tensor]:
         yield torch.randint(0, VOCABULARY, (rows, length), generator=generator)
 
 
-def _forget_autocast() -> None:
+def forget_autocast() -> None:
     """DeepSpeed keeps it for the whole process: the next engine would reduce in it too."""
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
