@@ -44,6 +44,12 @@ class Summary:
     parted: int | None = None  # step of A
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step of A, difference, what was allowed
 
+    def take(self, step: int, size: float, allowed: float) -> None:
+        """Count one step."""
+        self.compared += 1
+        self.equal += size == 0.0
+        self.curve.append((step, size, allowed))
+
 
 class ChainJudge:
     """Judges step after step, and remembers what rounding has grown to.
@@ -121,9 +127,7 @@ class ChainJudge:
 
     def _note(self, link: str, size: float, allowed: float) -> None:
         summary = self.summaries.setdefault(link, Summary())
-        summary.compared += 1
-        summary.equal += size == 0.0
-        summary.curve.append((self._step, size, allowed))
+        summary.take(self._step, size, allowed)
         if not self._found or (size > allowed and not self.parted):
             summary.largest = max(summary.largest, size)
             summary.share = max(summary.share, size / allowed if allowed else 0.0)

@@ -89,6 +89,11 @@ class OpenFault:
     cause: str | None = None  # key of the fault that it follows from
     family: str = ""  # see Finding
 
+    @property
+    def brings_about(self) -> set[str]:
+        """Kinds, places, and how keys begin, of what follows from it."""
+        return {*_EFFECTS.get(self.kind, ()), *self.effects}
+
     @classmethod
     def of(cls, finding: Finding, step: int, cause: str | None = None) -> OpenFault:
         names = ("kind", "ranks", "where", "since", "severity", "effects", "family")
@@ -101,7 +106,7 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
         return False
     if any(finding.key.startswith(effect) for effect in fault.effects):  # this one, however grave
         return finding.since >= fault.since
-    if not {finding.kind, finding.where} & {*_EFFECTS.get(fault.kind, ()), *fault.effects}:
+    if not {finding.kind, finding.where} & fault.brings_about:
         return False
     began = fault.since - (fault.where in ELSEWHERE)  # what the step before is said to have left
     if finding.log_excess is not None:  # since about then: the longer it took to be sure, the less is known of when
@@ -251,8 +256,7 @@ class Episodes:
     def explains(self, note: Event) -> bool:
         """Tell whether an open fault makes the ranks of a note other than the rest: the note would point elsewhere."""
         return bool(note.ranks) and any(
-            note.kind in (*_EFFECTS.get(fault.kind, ()), *fault.effects) and set(note.ranks) <= set(fault.ranks)
-            for _, fault in self._open()
+            note.kind in fault.brings_about and set(note.ranks) <= set(fault.ranks) for _, fault in self._open()
         )
 
     def start(self, step: int, finding: Finding) -> list[Event]:

@@ -36,6 +36,14 @@ from ds_silent.text import TORCH, Words
 logger = logging.getLogger("ds_silent")
 PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
 """After these the replicas are compared, whatever the interval says, and after an outlier, which other weights make."""
+
+
+def _may_part(event: Event) -> bool:
+    """Tell whether the replicas are to be compared after an event."""
+    parts = event.kind in PARTING and event.severity != "info"
+    return (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
+
+
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -296,8 +304,7 @@ class Recorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in self._ending:
             self.ends = event
-        parts = event.kind in PARTING and event.severity != "info"
-        self._parted |= (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
+        self._parted |= _may_part(event)
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
         if others and self._judgement is not None:  # of the preflight, of a resume
             self._judgement.told(event)
