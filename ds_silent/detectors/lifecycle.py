@@ -68,6 +68,16 @@ _AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 
 
+PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
+"""After these the replicas are compared, whatever the interval says, and after an outlier, which other weights make."""
+
+
+def may_part(event: Event) -> bool:
+    """Tell whether the replicas are to be compared after an event."""
+    parts = event.kind in PARTING and event.severity != "info"
+    return (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
+
+
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
 

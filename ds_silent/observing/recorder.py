@@ -18,7 +18,7 @@ from typing import Any
 from ds_silent.capture.untrained import Unlike
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.lifecycle import ELSEWHERE
+from ds_silent.detectors.lifecycle import ELSEWHERE, may_part
 from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
@@ -26,7 +26,7 @@ from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure, without_overflow
 from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
-from ds_silent.records import Event, EventKind, Repair, Severity, StepRecord, declared
+from ds_silent.records import Event, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
 from ds_silent.respond.repair_event import repair_event
 from ds_silent.sinks import FanOut, Sink
@@ -34,16 +34,6 @@ from ds_silent.sinks.worker import OneTask
 from ds_silent.text import TORCH, Words
 
 logger = logging.getLogger("ds_silent")
-PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
-"""After these the replicas are compared, whatever the interval says, and after an outlier, which other weights make."""
-
-
-def _may_part(event: Event) -> bool:
-    """Tell whether the replicas are to be compared after an event."""
-    parts = event.kind in PARTING and event.severity != "info"
-    return (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
-
-
 _ENDS: dict[str, tuple[Severity, ...]] = {"never": (), "error": ("error",), "warning": ("error", "warning")}
 
 
@@ -304,7 +294,7 @@ class Recorder:
         event = event if self.places is None else self.places.told(event)
         if event.severity in self._ending:
             self.ends = event
-        self._parted |= _may_part(event)
+        self._parted |= may_part(event)
         others = event.step == 0 or (event.severity == "error" and event.where in ELSEWHERE)
         if others and self._judgement is not None:  # of the preflight, of a resume
             self._judgement.told(event)
