@@ -105,7 +105,7 @@ def main(
     for shapes in (False, True):
         gradients = gradients_of(elements, DTYPES[dtype], device, shapes)
         size = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-        found = measured(works_of(gradients, chosen.triton), rounds, torch.cuda)
+        found = measured(works_of(gradients, chosen.by == "triton"), rounds, torch.cuda)
         speeds = {name: size * (2 if name == "copy" else 1) / ms / 1e6 for name, ms in found.items()}
         for name, speed in speeds.items():
             kind = "shapes" if shapes else "one tensor"

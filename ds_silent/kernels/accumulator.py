@@ -1,6 +1,6 @@
 """One pass over a gradient, wherever its pieces turn up: its sketch and its squared norm.
 
-    accumulator = new_accumulator(plan, offsets, numels)    # by the Triton kernel where that is chosen, else by torch
+    accumulator = new_accumulator(plan, offsets, numels)    # by what is chosen for the plan's device
     accumulator.add(3, flat)                    # the whole gradient of tensor 3
     accumulator.add(5, shard, start=1024)       # a part of tensor 5, e.g. what this rank owns of it
     sketch, squared = accumulator.take()        # and start again
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_silent.kernels.host import compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
-from ds_silent.maths.sketch import SketchEntry, SketchPlan
+from ds_silent.maths.sketch import SHIFT, SHIFTS, SketchEntry, SketchPlan
 
 logger = logging.getLogger("ds_silent")
 TOGETHER = 1 << 24  # elements that share a launch: what is handed over piece by piece may be temporary
@@ -112,7 +113,7 @@ class Accumulator:
         capacity = sum(2 * (numel // block + 4) for numel in numels)
         self._squares = torch.zeros(capacity, device=self._tables.device)
         self._square_groups = torch.zeros(capacity, dtype=torch.int64, device=self._tables.device)
-        self._slots: dict[tuple[int, int, int], slice] = {}
+        self._slots: dict[tuple[int, int, int, int], slice] = {}
         self._used = 0
 
     def add(
@@ -201,9 +202,9 @@ class Accumulator:
         return self._work[key]
 
     def _slots_of(self, index: int, start: int, numel: int, pieces: int) -> slice:
-        slots = self._slots.get((index, start, numel))
+        slots = self._slots.get((index, start, numel, pieces))
         if slots is None:
-            slots = self._slots[index, start, numel] = slice(self._used, self._used + pieces)
+            slots = self._slots[index, start, numel, pieces] = slice(self._used, self._used + pieces)
             if slots.stop > len(self._squares):
                 raise RuntimeError(f"tensor {index} arrived in more different parts than were planned for")
             self._used = slots.stop
@@ -216,6 +217,51 @@ class Accumulator:
         if key not in self._scratch:
             self._scratch[key] = self.plan.new_scratch(dtype)
         return self._scratch[key]
+
+
+class CompiledAccumulator(Accumulator):
+    """Do the same on the CPU by one call for each tensor, which reads it once.
+
+    Other dtypes, and elements that do not lie one behind the other, go the other way.
+    """
+
+    def __init__(self, plan: SketchPlan, *arguments: Any, **named: Any):
+        super().__init__(plan, *arguments, **named)
+        self._reader = compiled().reader
+        self._signs_read = plan.signs.to(torch.int8)
+        self._shape = self._signs_read.data_ptr(), plan.width, SHIFT, SHIFTS
+        self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+
+    def add(
+        self,
+        index: int,
+        values: Tensor,
+        previous: Tensor | None = None,
+        start: int = 0,
+        weight: float = 1.0,
+        square: bool = True,
+        sketching: bool = True,
+    ) -> None:
+        """See :meth:`Accumulator.add`."""
+        read = self._reader(values.dtype, None if previous is None else previous.dtype)
+        if read is None or not _lies_here(values) or (previous is not None and not _lies_here(previous)):
+            super().add(index, values, previous, start, weight, square, sketching)
+            return
+        count = values.numel()
+        offset, table, slot = self._places.get((index, start, count)) or self._place(index, start, count)
+        before = None if previous is None else previous.data_ptr()
+        to = table if sketching else None, *self._shape, weight, slot if square else None
+        read(values.data_ptr(), before, count, offset, *to)
+
+    def _place(self, index: int, start: int, count: int) -> tuple[int, int, int]:
+        """Return the offset of a part of a tensor, and the addresses of its table and of its square."""
+        slot = self._squares.data_ptr() + 4 * self._slots_of(index, start, count, 1).start
+        place = self._places[index, start, count] = self._offsets[index] + start, self._table[index].data_ptr(), slot
+        return place
+
+
+def _lies_here(values: Tensor) -> bool:
+    return values.is_contiguous() and values.device.type == "cpu"
 
 
 class FusedAccumulator(Accumulator):
@@ -333,4 +379,5 @@ class FusedAccumulator(Accumulator):
 
 def new_accumulator(plan: SketchPlan, *arguments: Any) -> Accumulator:
     """Make an :class:`Accumulator` of these arguments for the plan's device."""
-    return (FusedAccumulator if choice(plan.signs.device).triton else Accumulator)(plan, *arguments)
+    kinds = {"triton": FusedAccumulator, "compiled": CompiledAccumulator, "torch": Accumulator}
+    return kinds[choice(plan.signs.device).by](plan, *arguments)

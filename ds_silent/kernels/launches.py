@@ -1,14 +1,14 @@
-"""The Triton kernel's launches: whether there are any here, what programs each has, and the launch itself.
+"""What reads gradients here; and the Triton kernel's launches: what programs each has, and the launch itself.
 
-    choice(device).triton                                       # else torch's own operations do the same
+    choice(device).by                                           # triton, compiled, or torch
     reader = Reader(plan)                                       # imports Triton
     launch = reader.launch([Segment(begin, end, table, slot)])  # once: which program reads what, in which order
     reader(launch, [tensor, ...], tables, slots)                # in each step; nobody waits for it
 
-The kernel is in :mod:`ds_silent.kernels.sketch_triton`. ``DS_SILENT_KERNEL`` is ``triton`` or ``torch`` to have it so;
-otherwise Triton is taken on a CUDA device (which ROCm's are too) where it is installed and a first launch succeeds.
-Both give the same numbers by definition, so ranks that choose differently can be compared, and a rank may change over
-in the middle of a step.
+The kernel is in :mod:`ds_silent.kernels.sketch_triton`. ``DS_SILENT_KERNEL`` is ``triton``, ``compiled`` or ``torch``
+to have it so. Otherwise Triton is taken on a CUDA device (which ROCm's are too) where it is installed and a first
+launch succeeds, and on the CPU :mod:`ds_silent.kernels.host`, where there is a C compiler. All give the same numbers by
+definition, so ranks that choose differently can be compared, and a rank may change over in the middle of a step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from torch import Tensor
 
 from ds_silent.config import ConfigError
 from ds_silent.device import module_of
+from ds_silent.kernels.host import NotCompiled, compiled
 from ds_silent.maths.mixing import PAIR, ROW, keys_of, word_keys
 from ds_silent.maths.sketch import SHIFTS, SketchPlan, make_plan
 
 VARIABLE = "DS_SILENT_KERNEL"
+_BY = {"triton": "Triton's kernel", "compiled": "a compiled function", "torch": ""}
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOST = ("cpu", "meta")  # neither streams nor pinned memory
 
 
 class Choice(NamedTuple):
-    """Which of the two, and why, in words."""
+    """Which of the three, and why, in words."""
 
-    triton: bool
+    by: str
     reason: str
 
 
@@ -46,23 +48,35 @@ def choice(device: torch.device) -> Choice:
     """Choose for gradients on this kind of device; found out once.
 
     Raises:
-        ConfigError: the variable has another value, or asks for Triton where there is none.
+        ConfigError: the variable has another value, or asks for what does not run here.
     """
     return _choice(device.type, os.environ.get(VARIABLE, ""))
 
 
 @functools.cache
 def _choice(kind: str, told: str) -> Choice:
-    if told not in ("", "triton", "torch"):
-        raise ConfigError(f"{VARIABLE} must be triton, torch or not set, got {told!r}")
+    if told not in ("", *_BY):
+        raise ConfigError(f"{VARIABLE} must be triton, compiled, torch or not set, got {told!r}")
     if told == "torch":
-        return Choice(False, f"{VARIABLE}=torch")
-    if not told and kind != "cuda":
-        return Choice(False, f"there is no kernel for {kind}")
-    why_not = _why_not(torch.device(kind))
+        return Choice("torch", f"{VARIABLE}=torch")
+    by = told or {"cuda": "triton", "cpu": "compiled"}.get(kind, "")
+    if not by:
+        return Choice("torch", f"there is no kernel for {kind}")
+    why_not = _why_not(torch.device(kind)) if by == "triton" else _why_not_compiled(kind)
     if told and why_not:
-        raise ConfigError(f"{VARIABLE}=triton, but its kernel does not run here ({why_not}); unset it or say torch")
-    return Choice(not why_not, why_not or "Triton's kernel")
+        raise ConfigError(f"{VARIABLE}={told}, but its kernel does not run here ({why_not}); unset it or say torch")
+    return Choice("torch", why_not) if why_not else Choice(by, _BY[by])
+
+
+def _why_not_compiled(kind: str) -> str:
+    """Say what keeps the compiled functions from reading gradients on this kind of device."""
+    if kind != "cpu":
+        return f"it reads no gradient on {kind}"
+    try:
+        compiled()
+    except NotCompiled as error:
+        return str(error)
+    return ""
 
 
 def _why_not(device: torch.device) -> str:

@@ -119,4 +119,4 @@ def _device_model() -> str:
 def _read_by() -> str:
     """Ranks may differ: the numbers are the same but for their rounding."""
     chosen = choice(torch.device(kind()))
-    return chosen.reason if chosen.triton else f"torch ({chosen.reason})"
+    return f"torch ({chosen.reason})" if chosen.by == "torch" else chosen.reason

@@ -262,7 +262,7 @@ def test_a_launch_that_fails_leaves_the_rest_to_torch(monkeypatch: pytest.Monkey
 def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first launch was tried, and gave what it must."""
     monkeypatch.setenv(launches.VARIABLE, "triton")
-    assert launches.choice(torch.device("cpu")) == (True, "Triton's kernel")
+    assert launches.choice(torch.device("cpu")) == ("triton", "Triton's kernel")
     plan = sketch.make_plan(100, SIZE)
     assert type(new_accumulator(plan, [0], [100])) is FusedAccumulator
 

@@ -1,0 +1,221 @@
+"""The compiled functions read what torch's operations read: tables and checksums to the bit, squares up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_silent.kernels import accumulator, host, launches
+from ds_silent.kernels.accumulator import Accumulator, CompiledAccumulator, new_accumulator
+from ds_silent.kernels.checksums import Checksums, checksum
+from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
+
+SIZE = 256
+WIDTH = make_plan(1, SIZE).width
+CPU = torch.device("cpu")
+# inside a row, over its end, whole rows by fours and one by one, more than a block of them, nearly nothing
+NUMELS = [100, WIDTH, 3 * WIDTH + 17, 9 * WIDTH, 1, 8200, 4 * WIDTH, 40, 21 * WIDTH + 1]
+OFFSETS, TOTAL = offsets_of(NUMELS)
+GROUPS = [0, 0, 1, 1, 1, 2, 2, 3, 3]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """No library is there yet, and nothing was chosen."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv(launches.VARIABLE, raising=False)
+    for cached in (host.compiled, launches._choice):
+        cached.cache_clear()
+    yield monkeypatch
+    for cached in (host.compiled, launches._choice):
+        cached.cache_clear()
+
+
+def random(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)).to(dtype)
+
+
+def both(by_layer: bool = True, rows_before: int = 0) -> tuple[Accumulator, CompiledAccumulator]:
+    offsets = [offset + 8 * (rows_before * WIDTH // 8) for offset in OFFSETS]
+    plan = make_plan(TOTAL + rows_before * WIDTH, SIZE)
+    return tuple(kind(plan, offsets, NUMELS, GROUPS, by_layer) for kind in (Accumulator, CompiledAccumulator))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype | None]]:
+    """What the compiled functions were asked to read."""
+    calls: list[tuple[torch.dtype, torch.dtype | None]] = []
+    functions = host.compiled()
+
+    class Counted:
+        def reader(self, dtype: torch.dtype, previous: torch.dtype | None) -> host.Read | None:
+            calls.append((dtype, previous))
+            return functions.reader(dtype, previous)
+
+    monkeypatch.setattr(accumulator, "compiled", Counted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("previous", [None, *DTYPES])
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("weight", [1.0, -1.0])
+def test_a_gradient_is_read_as_by_torch(
+    dtype: torch.dtype,
+    previous: torch.dtype | None,
+    by_layer: bool,
+    weight: float,
+    read: list[tuple[torch.dtype, torch.dtype | None]],
+) -> None:
+    for step in range(2):
+        plain, ours = both(by_layer) if step == 0 else (plain, ours)  # noqa: F821
+        exact = torch.zeros(4, dtype=torch.float64)
+        for index, numel in enumerate(NUMELS):
+            values = random(numel, dtype, index + 100 * step)
+            before = None if previous is None else random(numel, previous, 50 + index)
+            for each in (plain, ours):
+                each.add(index, values, before, weight=weight)
+            total = values if before is None else (before + values).to(previous)
+            exact[GROUPS[index]] += total.double().square().sum()
+        (sketches, _), (own, squares) = plain.take(), ours.take()
+        assert torch.equal(sketches, own)
+        torch.testing.assert_close(squares.double(), exact, rtol=3e-7, atol=0)
+    assert set(read) == {(dtype, previous)}
+
+
+def test_parts_and_what_is_left_out() -> None:
+    plain, ours = both()
+    values = random(NUMELS[8], torch.float32, 1)
+    for each in (plain, ours):
+        each.add(8, values[: 5 * WIDTH], square=False)
+        each.add(8, values[5 * WIDTH :], start=5 * WIDTH)
+        each.add(0, values[:100], sketching=False)
+    (sketches, expected), (own, squares) = plain.take(), ours.take()
+    assert torch.equal(sketches, own)
+    assert squares.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert squares[0] > 0.0
+    assert own[0].abs().max() == 0.0
+
+
+def test_rows_beyond_the_last_shift() -> None:
+    """The shifts begin anew there: the row after the last one has the first one's signs."""
+    plain, ours = both(rows_before=SHIFTS - 7)
+    values = random(NUMELS[3], torch.float32, 2)
+    for each in (plain, ours):
+        each.add(3, values)
+    assert torch.equal(plain.take()[0], ours.take()[0])
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-44, -0.0])
+@pytest.mark.parametrize("previous", [None, torch.bfloat16])
+def test_odd_numbers_stay_odd(odd: float, previous: torch.dtype | None) -> None:
+    plain, ours = both()
+    values = random(NUMELS[3], torch.float32, 3)
+    values[[0, 5, 8190, 9 * WIDTH - 1]] = odd
+    if odd != odd:
+        values.view(torch.int32)[7] = 0x7FFFFFFF  # what rounding would carry over into the sign
+    before = None if previous is None else values.to(previous).index_fill_(0, torch.tensor([7]), 1.0)
+    for each in (plain, ours):
+        each.add(3, values, before)
+    (sketches, expected), (own, squares) = plain.take(), ours.take()
+    torch.testing.assert_close(sketches, own, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(squares, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_what_it_does_not_know_goes_the_other_way() -> None:
+    plain, ours = both()
+    half, wide = random(NUMELS[5], torch.float16, 4), random(2 * NUMELS[8], torch.float32, 5)
+    for each in (plain, ours):
+        each.add(5, half)
+        each.add(8, wide[::2])
+        each.add(2, random(NUMELS[2], torch.float64, 6))
+        each.add(0, random(0, torch.float32, 0))
+    for right, found in zip(plain.take(), ours.take(), strict=True):
+        assert torch.equal(right, found)
+    for each in (plain, ours):  # and is known again
+        each.add(8, wide[: NUMELS[8]])
+        each.add(8, wide[::2], weight=-1.0)
+    assert torch.equal(plain.take()[0], ours.take()[0])
+
+
+def test_checksums_are_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
+    tensors: list[Tensor | None] = [random(numel, torch.float32, numel) for numel in (1, 2, 3, 16_384, 16_385, 50_001)]
+    tensors += [random(40_001, torch.bfloat16, 7), random(33_000, torch.float32, 8)[1:], torch.ones(13) > 0]
+    tensors += [torch.zeros(0), None, random(300, torch.float32, 9).view(20, 15).t(), torch.arange(9)]
+    sizes = [20 if one is None else one.nbytes for one in tensors]
+    fresh.setenv(launches.VARIABLE, "torch")
+    plain = Checksums(sizes, CPU)
+    fresh.setenv(launches.VARIABLE, "compiled")
+    ours = Checksums(sizes, CPU)
+    assert (plain._compiled, type(ours._compiled)) == (None, host.Functions)
+    expected, found = plain(tensors), ours(tensors)
+    assert expected.tolist() == found.tolist()
+    assert found[10] == 0
+    one = tensors[5]
+    assert one is not None
+    before = int(checksum(one))
+    for place in (0, 16_383, 50_000):
+        one.view(torch.int32)[place] ^= 1 << 7
+        assert int(checksum(one)) != before
+        one.view(torch.int32)[place] ^= 1 << 7
+
+
+def test_it_is_chosen_where_there_is_a_compiler(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert launches.choice(CPU) == ("compiled", "a compiled function")
+    offsets, total = offsets_of([100])
+    assert type(new_accumulator(make_plan(total, 256), offsets, [100])) is CompiledAccumulator
+    library = next((tmp_path / "ds_silent").glob("*.so"))
+    made = library.stat().st_mtime_ns
+    assert sorted((tmp_path / "ds_silent").iterdir()) == [library]
+    host.compiled.cache_clear()
+    host.compiled()
+    assert library.stat().st_mtime_ns == made
+
+
+def test_a_library_that_others_may_write_is_made_anew(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    host.compiled()
+    library = next((tmp_path / "ds_silent").glob("*.so"))
+    library.unlink()  # this process has it open
+    library.write_bytes(b"no library")
+    library.chmod(0o777)
+    host.compiled.cache_clear()
+    host.compiled()
+    assert library.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "FileNotFoundError: [Errno 2] No such file or directory: 'no-such-compiler'"),
+        ("false", "false failed: status 1"),
+        ("true", "FileNotFoundError: "),  # it says that it has compiled
+    ],
+)
+def test_without_a_compiler_torch_reads(fresh: pytest.MonkeyPatch, compiler: str, reason: str) -> None:
+    fresh.setenv("CC", compiler)
+    by, why = launches.choice(CPU)
+    assert by == "torch"
+    assert why.startswith(reason)
+    launches._choice.cache_clear()
+    fresh.setenv(launches.VARIABLE, "compiled")
+    with pytest.raises(ValueError, match="DS_SILENT_KERNEL=compiled, but its kernel does not run here"):
+        launches.choice(CPU)
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fresh.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert launches.choice(CPU).by == "torch"
+    assert launches.choice(CPU).reason.startswith("NotADirectoryError")
+
+
+def test_it_reads_on_no_other_device(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv(launches.VARIABLE, "compiled")
+    with pytest.raises(ValueError, match="it reads no gradient on cuda"):
+        launches.choice(torch.device("cuda"))
