@@ -41,6 +41,7 @@ TRAINING = str(Path(PACKAGE, "practice"))  # what is trained, and what starts it
 Place = tuple[str, int]
 Walked = frozenset[tuple[int, Place]]  # with the rank
 _walked: list[Any] = []
+TRIES = 5  # a statement that waits for another thread is not executed where that is faster
 FRESH = 1000  # cases after which a new pair of engines is trained: after 3,000 the training itself diverges in fp16
 
 
@@ -268,7 +269,12 @@ def walk(cell: Cell, directory: str, share: float, steps: int, walked: Walked | 
                 raise Injected(f"at {place[0]}:{place[1]}")
 
         tracer = _Tracer(strike, place) if dist.get_rank() == rank else None
-        (failed, observing), taken, alike, off = pair.observe(tracer)
+        for _ in range(TRIES):
+            (failed, observing), taken, alike, off = pair.observe(tracer)
+            reached = [bool(fired)]
+            dist.broadcast_object_list(reached, src=rank)
+            if reached[0]:
+                break
         step = fired[0] if fired else None
         outcomes.append(Outcome(place, rank, step, failed, observing, taken, alike, off))
     return outcomes
