@@ -7,7 +7,9 @@
     aggregate.compare_applied(...)    # travels with the next observation
 
 Clipping and its like are the script's own business: what is reduced is looked at before, what is applied after them.
-Whether a script changed gradients in between is found without reading them again.
+Whether a script changed gradients in between is found without reading them again. On the CPU what is applied is not
+read either, if it lies where it was read, torch has counted no write since, and a few elements of each tensor are what
+they were. On an accelerator the host would have to wait for these.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ class Remembered:
         few = _few(values)
         return None if few is None or self._few is None else (few != self._few).any().float()
 
+    def are(self, values: Sequence[Tensor]) -> bool:
+        """Tell whether these are the pieces, as they were; not on an accelerator, where the host would wait."""
+        if self._few is None or self._few.device.type != "cpu" or self.moved(values):
+            return False
+        return not bool(self.differs(values))
+
 
 def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Where each lies, and how often torch has counted a write to it."""
@@ -71,10 +79,11 @@ class ReducedGradient:
 
     Args:
         counted: parameters that count in the whole model's norm, where other ranks hold the rest; else None.
+        reread: read what is applied even where it is what was read before.
     """
 
-    def __init__(self, local: LocalGradient, counted: frozenset[int] | None):
-        self._local, self._counted = local, counted
+    def __init__(self, local: LocalGradient, counted: frozenset[int] | None, reread: bool = False):
+        self._local, self._counted, self._reread = local, counted, reread
         self.start_step()
 
     def start_step(self) -> None:
@@ -82,6 +91,8 @@ class ReducedGradient:
         self._local_sketched: Sketched | None = None  # the local gradient's, where the reduction's end was observed
         self._reduced: tuple[Sketched, Remembered] | None = None
         self._sketch: Tensor | None = None  # (k,) of this rank's share, as the optimizer gets it
+        self._sketched: Remembered | None = None  # what that sketch is of
+        self._unread: bool | None = None  # the optimizer applies just that; None before it comes to apply anything
         self._written = False  # since the reduction, by what torch does not count
 
     def written(self) -> None:
@@ -121,21 +132,23 @@ class ReducedGradient:
         sketches = by_layer if self._local.sketching else None
         sketch = self._sketch = None if sketches is None else sketches.sum(0)
         numbers: Reduced[float | Tensor] = Reduced(seen=1.0, squared=squares.sum())
-        if before is not None:
-            numbers = self._changed_after_reduction(before[1], parts, numbers)
+        values = [part for *_, part in parts]
+        if before is None:
+            self._sketched = Remembered(values)
+        else:
+            numbers = self._changed_after_reduction(before[1], parts, values, numbers)
         if self._counted is not None:
             numbers = replace(numbers, counted=_squared(parts, self._counted))
         return numbers, sketch, sketches
 
     def _changed_after_reduction(
-        self, remembered: Remembered, parts: list[Part], numbers: Reduced[float | Tensor]
+        self, remembered: Remembered, parts: list[Part], values: list[Tensor], numbers: Reduced[float | Tensor]
     ) -> Reduced[float | Tensor]:
         """Compare what is applied with what the step began with; look again only where a script changed that."""
-        values = [part for *_, part in parts]
         if not self._written and not remembered.moved(values):
-            changed = remembered.differs(values)
+            changed, self._sketched = remembered.differs(values), remembered
             return numbers if changed is None else replace(numbers, handed_seen=-changed)
-        sketches, squares = self._read(parts)
+        (sketches, squares), self._sketched = self._read(parts), Remembered(values)
         numbers = replace(numbers, handed_seen=1.0, handed_squared=squares.sum())
         if self._sketch is None:
             return numbers
@@ -145,7 +158,12 @@ class ReducedGradient:
 
     def apply(self, parts: Iterable[Part]) -> None:
         """Observe what the optimizer is about to apply, of this rank's share of the parameters."""
-        if self._sketch is not None:
+        parts = [] if self._sketch is None else list(parts)
+        if not parts or self._sketched is None:
+            return
+        same = not self._reread and self._unread is not False and self._sketched.are([values for *_, values in parts])
+        self._unread = same
+        if not same:
             self._local.accumulator.add_all(parts, square=False)
 
     def compare_applied(self, applied: bool, left_out: bool) -> Applied[float | Tensor]:
@@ -159,6 +177,8 @@ class ReducedGradient:
             return Applied()
         if not applied:
             return Applied(seen=LEFT_OUT if left_out else -1.0)
+        if self._unread:
+            return Applied(1.0, 1.0, 0.0, torch.dot(self._sketch, self._sketch))
         total = self._local.accumulator.take()[0].sum(0)
         factor, error = multiple_of(total, self._sketch)
         return Applied(1.0, factor, torch.dot(error, error), torch.dot(total, total))

@@ -251,7 +251,8 @@ class StepCapture:
             0 if self.traced is None else self.traced.samples.count,
         )
         self.loaders = LoaderWatch(ranks)
-        aggregate = ReducedGradient(self._local, framework.peers.in_norm if framework.peers else None)
+        in_norm = framework.peers.in_norm if framework.peers else None
+        aggregate = ReducedGradient(self._local, in_norm, config.integrity.reread)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
         self.breach_check = BreachCheck(rules_of(framework, config), framework, self.guard)

@@ -125,6 +125,9 @@ class IntegrityConfig(Block):
     replica_interval: int = whole(100, 0)
     """Optimizer steps between two comparisons of the replicas' parameters; 0 is never."""
 
+    reread: bool = switch(False)
+    """Read on the CPU what the optimizer applies, even if nothing seems to be written to it since it was read."""
+
 
 class RespondConfig(Block):
     """What is done about an error; anything but ``report`` changes the training."""
