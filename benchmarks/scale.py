@@ -43,7 +43,7 @@ from ds_silent.exchange.rows import DECIDE
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import ResponseLog
 from ds_silent.measure.record import Context
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import ReductionChecker, ReductionSettings
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.recorder import Recorder
 from ds_silent.records import Event, Seconds
@@ -78,7 +78,7 @@ class Writer:
         arithmetic = Arithmetic(dtype, after=after, elements=PARAMETERS, width=8 * self.layout.size)
         rate = log_steps(self.config.detectors, 1) + math.log(2.0)
         names = tuple(f"layers.{number}" for number in range(LAYERS))
-        audit = ReductionChecker(self.layout, arithmetic, 0.0, rate, names)
+        audit = ReductionChecker(ReductionSettings(self.layout, arithmetic, rate, names))
         self.recorder = Recorder(FanOut([JsonlSink(directory)]), self.config, audit, self.layout, range(ranks))
         self.events: list[Event] = []
         self.recorder.on_event(self.events.append)

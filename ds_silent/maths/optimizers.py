@@ -28,7 +28,7 @@ rounded operations. For AdamW in fp32 all this comes to some 1.5 units in the la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -151,6 +151,17 @@ def _lion(update: Update, old: Elements, gradient: Numbers, size: Numbers, unit:
     open_sign = np.abs(mixed) <= 10.0 * unit * (np.abs(old.first) + size) + TINY
     error = np.where(open_sign, 2.0, 2.0 * unit) * abs(update.rate)
     return old._replace(first=first), update.rate * np.sign(mixed), error
+
+
+def steps_without_gradient(corrected: Sequence[Elements]) -> int:
+    """Return how many steps an optimizer has counted before its first one with a gradient.
+
+    Args:
+        corrected: what all its tensors are before that step.
+    """
+    if any(np.any(old.first) for old in corrected) or not any(np.any(old.gradient) for old in corrected):
+        return 0
+    return int(min(float(np.min(old.step)) for old in corrected)) - 1
 
 
 def late_correction(update: Update, step: int, late: int) -> float:

@@ -1,7 +1,7 @@
 """From what all ranks sent to what is known of the reduction, the optimizer's input and the replicas.
 
-    checker = ReductionChecker(layout, arithmetic, clip, log_rate)      # on every rank: each may examine
-    stats, evidence = checker.step(gathered, drift)          # once per gathered step, in order
+    checker = ReductionChecker(ReductionSettings(layout, arithmetic, log_rate))   # on every rank: each may examine
+    stats, evidence = checker.step(gathered, drift)                               # once per gathered step, in order
 
 What the optimizer applied travels with the next measured step's observation. It is compared with the aggregate of the
 step that it belongs to.
@@ -45,26 +45,30 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, and t
 _FEW = 4  # steps whose micro-batches wait for their observations
 
 
-class ReductionChecker:
-    """Keep the measurement before, and what is known of an error that goes on.
+@dataclass(frozen=True)
+class ReductionSettings:
+    """State what a training's reduction and optimizer's input are checked against.
 
-    Args:
-        clip: largest norm of the applied gradient; 0 is none.
+    Attributes:
         log_rate: minus the natural logarithm of the rate of false alarms per measured step.
+        clip: largest norm of the applied gradient; 0 is none.
         whole_norm: of a step, of the whole model's gradient, where this group holds a part of it; None: not known.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        arithmetic: Arithmetic,
-        clip: float,
-        log_rate: float,
-        layers: tuple[str, ...] = (),
-        whole_norm: Callable[[int], float | None] | None = None,
-    ):
-        self._layout, self._arithmetic, self._log_rate, self._layers = layout, arithmetic, log_rate, layers
-        self._applied = AppliedChecker(layout, arithmetic, clip, log_rate, whole_norm)
+    layout: Layout
+    arithmetic: Arithmetic
+    log_rate: float
+    layers: tuple[str, ...] = ()
+    clip: float = 0.0
+    whole_norm: Callable[[int], float | None] | None = None
+
+
+class ReductionChecker:
+    """Keep the measurement before, and what is known of an error that goes on."""
+
+    def __init__(self, settings: ReductionSettings):
+        self._layout, self._arithmetic, self._log_rate = settings.layout, settings.arithmetic, settings.log_rate
+        self._settings, self._applied = settings, AppliedChecker(settings)
         self._previous: Tensor | None = None
         self._named: Cause | None = None  # of an error that goes on, where ranks were named
         self._wanted = self._diagnosed = False
@@ -108,7 +112,7 @@ class ReductionChecker:
             applied=applied,
             replicas=replicas,
             drift=drift or told.drift,
-            layers=self._layers,
+            layers=self._settings.layers,
             repeated=repeated,
             micro_batches=micro_batches,
             result=self._arithmetic.result(gathered.ranks),
@@ -128,7 +132,7 @@ class ReductionChecker:
             _received(gathered, self._layout),
             overflows,
             changed,
-            self._applied.handed(gathered),
+            handed_factors(gathered, self._settings),
             unsynchronised=not bool(gathered.local.seen.any()) and on_all(gathered.reduced.seen),
         )
 
@@ -259,16 +263,8 @@ class _Past:
 class AppliedChecker:
     """Compare what the optimizers applied with what came out of the reduction, at the next measured step."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        arithmetic: Arithmetic,
-        clip: float,
-        log_rate: float,
-        whole_norm: Callable[[int], float | None] | None,
-    ):
-        self._layout, self._arithmetic, self._clip, self._log_rate = layout, arithmetic, clip, log_rate
-        self._whole_norm = whole_norm
+    def __init__(self, settings: ReductionSettings):
+        self._settings, self._arithmetic, self._clip = settings, settings.arithmetic, settings.clip
         self._past: _Past | None = None
         self._applied_before = self._noted = False
 
@@ -279,8 +275,8 @@ class AppliedChecker:
             return None  # the training has gone back: what was applied last is not in its weights any more
         if not bool((seen != 0.0).all()) or not past.known or past.norm == 0.0:
             return None
-        if self._clip > 0.0 and self._whole_norm is not None:
-            norm = self._whole_norm(past.step)
+        if self._clip > 0.0 and self._settings.whole_norm is not None:
+            norm = self._settings.whole_norm(past.step)
             if norm is None or not math.isfinite(norm):
                 return None
             past = replace(past, norm=norm)
@@ -298,7 +294,7 @@ class AppliedChecker:
         factors = [factor if ok else None for factor, ok in zip(gathered.applied.factor.tolist(), known, strict=True)]
         total = float(squares[stepped].sum())
         error = math.sqrt(float(errors[stepped].sum()) / total) if total > 0.0 else 0.0
-        bound = applied_tolerance(past.aggregate, self._arithmetic, self._log_rate)
+        bound = applied_tolerance(past.aggregate, self._arithmetic, self._settings.log_rate)
         idle = tuple((~stepped).nonzero().flatten().tolist())
         tolerance = factor_tolerance(self._arithmetic)
         noisy = tuple((stepped & (errors > bound**2 * total)).nonzero().flatten().tolist())
@@ -323,7 +319,7 @@ class AppliedChecker:
             alike: all ranks hold the same aggregate; else each clips by a norm of its own, which is not known.
         """
         self._past = None
-        if self._layout.size and on_all(gathered.reduced.seen):
+        if self._settings.layout.size and on_all(gathered.reduced.seen):
             scale = float(gathered.loss.scale[0])
             handed = gathered.reduced.handed_seen
             squares = torch.where(handed > 0, gathered.reduced.handed_squared, gathered.reduced.squared)
@@ -331,24 +327,25 @@ class AppliedChecker:
             known, changed = math.isfinite(norm) and alike, bool((handed < 0).any())
             self._past = _Past(gathered.step, gathered.aggregate, norm, scale, known, changed)
 
-    def handed(self, gathered: Gathered) -> tuple[float, ...] | None:
-        """Scripts clip and scale between the reduction and the step: on all ranks alike, or it is a fault.
 
-        Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
-        """
-        seen = gathered.reduced
-        moved = seen.handed_seen > 0
-        known = self._layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
-        if not known or not bool(moved.any()):
-            return None
-        factors = torch.where(moved & (seen.squared > 0.0), seen.handed_factor, torch.ones_like(seen.handed_factor))
-        if moved.all():  # an empty share goes with the others
-            factors = torch.where(seen.squared > 0.0, factors, factors[seen.squared > 0.0].median())
-        squares = torch.where(moved, seen.handed_squared, seen.squared)
-        if not bool(torch.isfinite(torch.stack((factors, squares))).all()) or not bool((squares > 0.0).any()):
-            return None
-        bound = applied_tolerance(gathered.aggregate, self._arithmetic, self._log_rate)
-        if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
-            return None
-        of_ranks = tuple(factors.tolist())
-        return None if factors_alike(of_ranks, factor_tolerance(self._arithmetic)) else of_ranks
+def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
+    """Return by which factor each rank's script has changed the gradient before the step; None where they are alike.
+
+    Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
+    """
+    seen = gathered.reduced
+    moved = seen.handed_seen > 0
+    known = settings.layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
+    if not known or not bool(moved.any()):
+        return None
+    factors = torch.where(moved & (seen.squared > 0.0), seen.handed_factor, torch.ones_like(seen.handed_factor))
+    if moved.all():  # an empty share goes with the others
+        factors = torch.where(seen.squared > 0.0, factors, factors[seen.squared > 0.0].median())
+    squares = torch.where(moved, seen.handed_squared, seen.squared)
+    if not bool(torch.isfinite(torch.stack((factors, squares))).all()) or not bool((squares > 0.0).any()):
+        return None
+    bound = applied_tolerance(gathered.aggregate, settings.arithmetic, settings.log_rate)
+    if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
+        return None
+    of_ranks = tuple(factors.tolist())
+    return None if factors_alike(of_ranks, factor_tolerance(settings.arithmetic)) else of_ranks

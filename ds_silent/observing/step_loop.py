@@ -32,7 +32,7 @@ from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.framework import Moments
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import ReductionChecker, ReductionSettings
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.publisher import make_publisher, model_of
 from ds_silent.observing.records_directory import RunDirectory
@@ -285,7 +285,9 @@ def _checker_of(capture: StepCapture, config: SilentConsistencyConfig, layout: L
     log_rate = log_steps(config.detectors, config.interval) + math.log(2.0)  # the reduction, and what is applied
     model = model_of(capture)
     norm = None if model is None else model.norm
-    return ReductionChecker(layout, capture.arithmetic, capture.clip, log_rate, capture.layer_names, norm)
+    return ReductionChecker(
+        ReductionSettings(layout, capture.arithmetic, log_rate, capture.layer_names, capture.clip, norm)
+    )
 
 
 def _plan_of(config: SilentConsistencyConfig, lockstep: Lockstep, measures: bool) -> StepPlan:

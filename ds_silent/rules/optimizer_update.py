@@ -12,8 +12,7 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
   step, and always of those that were wrong.
 * **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes
   before or after is none of it: a moving average, clipped or normalised weights, a repair.
-* **The count** of an optimizer that corrects a bias: where it is past its beginning at the first step, and all moments
-  are 0, something has stepped it without gradients. A resumed training has moments. The fact is a note.
+* **The count** of an optimizer that corrects a bias, at its first step: :mod:`ds_silent.rules.step_count`.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
 Silent: a class that is not known, gradients that the step itself unscales, a step that is a part of a graph, fp16
@@ -34,11 +33,12 @@ from torch import Tensor
 from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
-from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, late_correction, shows, stepped
+from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, shows, stepped
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
 from ds_silent.rules.rule import Breach, Rule
+from ds_silent.rules.step_count import late_count
 
 SAMPLES = 64  # of a tensor
 TENSORS = 4  # per step, in turn
@@ -239,8 +239,8 @@ class UpdateRule(Rule):
             if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
                 self._judge_each(at, kind, _single(part, before, seen))
             self._whole = self._whole and part[0].update.rate == 0.0
-        if first and (late := _steps_without_gradient([one for _, one in corrected])):
-            self._late[kind] = _late_count(kind, corrected[0][0], late, at)
+        if first and (late := late_count(kind, corrected, at)) is not None:
+            self._late[kind] = late
 
     def _judge_each(self, at: int, kind: str, members: Iterable[Judged]) -> None:
         """Tell right from wrong tensors, and find what explains all of the wrong ones; else each by itself."""
@@ -373,29 +373,6 @@ def _misses(update: Update, old: Elements, seen: Numbers, unit: float) -> bool:
     for values in (old.gradient, old.first, np.sqrt(old.second), right.weight):
         known &= np.abs(values) < LARGEST
     return bool((known & ~fits).any())
-
-
-def _steps_without_gradient(corrected: Sequence[Elements]) -> int:
-    """Return how many steps an optimizer has counted before its first one with a gradient."""
-    if any(np.any(old.first) for old in corrected) or not any(np.any(old.gradient) for old in corrected):
-        return 0
-    return int(min(float(np.min(old.step)) for old in corrected)) - 1
-
-
-def _late_count(kind: str, update: Update, late: int, since: int) -> Breach:
-    first, second, third = (f"{late_correction(update, step, late):.3g}" for step in (1, 2, 3))
-    return Breach(
-        key=f"update:{kind}:count",
-        kind="update-mismatch",
-        severity="info",
-        where="step counter",
-        message=f"{kind} counts {late} step{'s' * (late > 1)} more than it has taken: its counter moved on while its "
-        "moments stayed 0, as in a step without gradients. So its bias correction is that of later steps: its first "
-        f"three updates are {first}, {second} and {third} times what the formula gives for steps 1, 2 and 3.",
-        remedy="Do nothing: it is over after a few steps. DeepSpeed begins so in stage 0 with bf16 and fp16, not in "
-        "stages 1 to 3. For the same updates set state['step'] of the optimizer at the bottom to 0 before training.",
-        since=since,
-    )
 
 
 def _breach(key: tuple[int, str], wrong: list[Wrong]) -> Breach:

@@ -13,7 +13,7 @@ from ds_silent.exchange.layout import Layout
 from ds_silent.maths.causes import Cause, Kind
 from ds_silent.maths.rounding_bound import AggregateCheck, Arithmetic
 from ds_silent.measure.evidence import ReductionEvidence
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import ReductionSettings, handed_factors
 from tests.support.made_observations import gathered_of
 from tests.support.made_records import Run
 
@@ -68,8 +68,8 @@ def test_only_multiples_of_the_aggregate_are_compared(
     known = {"seen": [float(bool(handed))] * 4, **handed}
     observation = gathered_of(3, 4, **FACTORS, **{f"reduced.handed_{name}": values for name, values in known.items()})
     arithmetic = Arithmetic(torch.float32, before=1, elements=1000, width=64)
-    audit = ReductionChecker(Layout(64), arithmetic, 0.0, 12.0, ("head",))
-    seen = audit._applied.handed(replace(observation, aggregate=torch.ones(64, dtype=torch.float64)))
+    observation = replace(observation, aggregate=torch.ones(64, dtype=torch.float64))
+    seen = handed_factors(observation, ReductionSettings(Layout(64), arithmetic, 12.0))
     assert seen is None if expected is None else seen == pytest.approx(expected)
 
 

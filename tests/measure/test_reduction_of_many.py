@@ -19,7 +19,7 @@ from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.maths.statistics import cosines_of
 from ds_silent.measure.evidence import ReductionEvidence
 from ds_silent.measure.record import Context, measure
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import ReductionChecker, ReductionSettings
 from ds_silent.records import Seconds
 from tests.exchange.many_ranks import ManyRanks
 
@@ -69,7 +69,8 @@ def observations(step: int, damage: Damage | None, total: float) -> list[Observa
 def told(damage: Damage | None, total: float = 1.0, steps: int = 3) -> list[ReductionEvidence]:
     """Of healthy steps, and of a damaged one at the end."""
     sent, arithmetic = layout(), Arithmetic(torch.float32, elements=LAYERS * SIZE, width=8 * SIZE, total=total)
-    ranks, audit = ManyRanks(sent, RANKS, total), ReductionChecker(sent, arithmetic, 0.0, 16.0, tuple("abcde"))
+    audit = ReductionChecker(ReductionSettings(sent, arithmetic, 16.0, tuple("abcde")))
+    ranks = ManyRanks(sent, RANKS, total)
     seen = []
     for step in range(1, steps + 2):
         gathered = ranks.step(step, observations(step, damage if step == steps else None, total))
@@ -162,9 +163,8 @@ def test_the_last_step_does_not_guess_where_nobody_has_told_yet() -> None:
     """At the end of a run the ranks' own account of the last step does not come: the error is the one before's."""
     sent = layout()
     ranks = ManyRanks(sent, RANKS)
-    audit = ReductionChecker(
-        sent, Arithmetic(torch.float32, elements=LAYERS * SIZE, width=8 * SIZE), 0.0, 16.0, tuple("abcde")
-    )
+    arithmetic = Arithmetic(torch.float32, elements=LAYERS * SIZE, width=8 * SIZE)
+    audit = ReductionChecker(ReductionSettings(sent, arithmetic, 16.0, tuple("abcde")))
     for step in (1, 2, 3):
         gathered = ranks.step(step, observations(step, without(7), 1.0))
         if gathered is not None:

@@ -23,7 +23,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT, Layout
 from ds_silent.kernels.checksums import Replica
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import Evidence, ReductionEvidence
-from ds_silent.measure.reduction_check import AppliedChecker, ReductionChecker
+from ds_silent.measure.reduction_check import AppliedChecker, ReductionChecker, ReductionSettings
 from ds_silent.observing.publisher import Publisher
 from ds_silent.observing.recorder import Recorder, _Judgement
 from ds_silent.records import Event
@@ -251,7 +251,7 @@ def test_of_two_observations_of_one_step_each_is_judged_with_its_own_drift(tmp_p
 
 
 def test_what_was_applied_before_the_way_back_is_not_compared() -> None:
-    checker = AppliedChecker(Layout(64), Arithmetic(torch.float32, elements=64), 0.0, 16.0, None)
+    checker = AppliedChecker(ReductionSettings(Layout(64), Arithmetic(torch.float32, elements=64), 16.0))
     reduced = {"reduced.seen": [1, 1], "reduced.squared": [0.5, 0.5], "loss.scale": [1, 1]}
     checker.remember(replace(gathered_of(6, 2, **reduced), aggregate=torch.ones(64)), alike=True)
     applied = {"applied.seen": [1, 1], "applied.squared": [1, 1], "applied.factor": [0.5, 0.5], "loss.scale": [1, 1]}
@@ -262,7 +262,7 @@ def test_what_was_applied_before_the_way_back_is_not_compared() -> None:
 
 
 def test_the_micro_batches_of_a_step_taken_again_are_the_newest() -> None:
-    checker = ReductionChecker(Layout(64), Arithmetic(torch.float32), 0.0, 16.0)
+    checker = ReductionChecker(ReductionSettings(Layout(64), Arithmetic(torch.float32), 16.0))
     for step in (*range(1, 10), 5, 3, 4):
         checker.micro_batches(step, torch.full((1,), float(step)))
     assert list(checker._micro_batches) == [9, 5, 3, 4]

@@ -28,8 +28,9 @@ def comparison_page(found: TrainingComparison) -> str:
         "Left out": found.left_out,
     }
     return template("comparison.html").render(
-        parted=found.parted,
-        sentence=one_line(found.sentence),
+        title=f"{'Parted' if found.parted else 'Not parted'} · ds_silent compare",
+        worst="error" if found.parted else "ok",
+        headline=one_line(found.sentence),
         runs=[("A", one_line(found.a)), ("B", one_line(found.b))],
         columns=COLUMNS,
         rows=[(one.state, cells(one)) for one in found.links],

@@ -32,6 +32,7 @@ from ds_silent.text import printable
 MOST_RUNS = 12
 """Of one page."""
 PAGE = "report.html"
+_SIGNS = {"error": "✕", "warning": "!", "ok": "✓", "unknown": "?", "info": "i"}
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
 _BY_RANK: tuple[Metric, ...] = ("norm", "cosine", "loss")
 Draw = Callable[[PlotContext], Panel | list[tuple[str, Panel]] | None]
@@ -235,9 +236,13 @@ def _headline(verdicts: Sequence[RunVerdict]) -> str:
 def template(name: str) -> jinja2.Template:
     """Return a page's template: everything that it is given is escaped, and nothing may be missing."""
     strict = jinja2.StrictUndefined
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict)
+    files = jinja2.FunctionLoader(text_of)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict, loader=files
+    )
     environment.filters["gist"] = gist
-    return environment.from_string(text_of(name))
+    environment.globals["signs"] = _SIGNS
+    return environment.get_template(name)
 
 
 def policy(style: str, script: str | None = None) -> str:
