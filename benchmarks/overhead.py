@@ -5,6 +5,7 @@
     python benchmarks/overhead.py --ranks 4 --variant retry --variant majority
     python benchmarks/overhead.py --framework ddp      # or fsdp2
     python benchmarks/overhead.py --all --pairs 20
+    python benchmarks/overhead.py --part pieces        # what one measured step pays for: see overhead_pieces
 
 Between any two steps of a variant lies a plain step; each is compared with the plain steps right before and right after
 it, and the variants' order is drawn anew in every cycle, so a drift of the machine hits all alike. Hooks are put on and
@@ -38,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import overhead_pieces
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -55,6 +57,7 @@ import ds_silent
 
 BATCH = 4
 REPLICATED = ("deepspeed", "ddp")
+PARTS, DTYPES = ("pairs", "pieces"), ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Settings:
     seconds: float = 0.0  # at most, for what is beyond
     precision: float = 0.0  # half width of the noise floor's interval
     framework: str = "deepspeed"
+    part: str = "pairs"
 
 
 Block = dict[str, Any]
@@ -231,6 +235,18 @@ def worker(rank: int, settings: Settings) -> None:
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         step(engine, tokens)
+    if settings.part == "pieces":
+        bar.close()
+        overhead_pieces.measure(engine, tokens, settings.directory, settings.pairs, settings.seconds)
+    else:
+        measure_pairs(engine, tokens, settings, bar)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_pairs(engine: Any, tokens: torch.Tensor, settings: Settings, bar: Any) -> None:
+    """Every rank calls it; rank 0 leaves ``result.json`` after each cycle."""
+    rank = dist.get_rank()
     variants, extra = {}, {}
     for name in settings.variants:
         bar.set_description(f"warming up: {name}")
@@ -253,8 +269,6 @@ def worker(rank: int, settings: Settings) -> None:
             bar.set_postfix_str(f"noise floor ± {100 * floor.half_width:.2f} %", refresh=False)
             bar.update()
     bar.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measured(
@@ -302,12 +316,17 @@ def added(kinds: dict[str, dict[str, list[float]]], interval: int) -> tuple[Shif
     return mixture(walls), mixture(works)
 
 
+def trained(settings: Settings) -> str:
+    """What is trained, and how."""
+    trainer = f"ZeRO {settings.stage}" if settings.framework == "deepspeed" else settings.framework
+    return f"{settings.dtype}, {trainer}, batch {BATCH} x {settings.length}"
+
+
 def report(settings: Settings, result: dict[str, Any]) -> None:
     count = sum(len(pairs["wall"]) for pairs in result["pairs"][FLOOR].values())
-    trainer = f"ZeRO {settings.stage}" if settings.framework == "deepspeed" else settings.framework
     title = (
-        f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {settings.dtype}, "
-        f"{trainer}, batch {BATCH} x {settings.length}; {count} pairs of steps per variant; "
+        f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {trained(settings)}; "
+        f"{count} pairs of steps per variant; "
         f"plain step {1e3 * statistics.median(result['plain']):.0f} ms"
     )
     table = Table(title=title, caption="added to a plain step (95 % interval)")
@@ -376,6 +395,9 @@ def main(
         typer.Option(help="only the variant of this name, or those whose name contains it; may be repeated"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="all variants")] = False,
+    part: Annotated[
+        str, typer.Option(help="pairs: the variants beside plain steps; pieces: of one measured step, all that it does")
+    ] = "pairs",
 ) -> None:
     """Measure the added time of each variant against plain training."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -384,13 +406,21 @@ def main(
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: a log needs fewer lines
     if framework not in FRAMEWORKS:
         raise typer.BadParameter(f"--framework must be one of {', '.join(FRAMEWORKS)}, got {framework!a}")
-    variants = chosen_variants(ranks, variant or [], everything, framework)
+    if part not in PARTS:
+        raise typer.BadParameter(f"--part must be one of {', '.join(PARTS)}, got {part!a}")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!a}")
+    if part == "pieces" and (variant or everything):
+        raise typer.BadParameter("--part pieces looks at the steps of interval 1 only: leave out --variant and --all")
+    variants = chosen_variants(ranks, variant or [], everything, framework) if part == "pairs" else ()
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(
-            ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100, framework
+            ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100, framework, part
         )
-        whole, result = ended(settings), Path(directory, "result.json")
-        if result.exists():
+        whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else "pieces-0.json")
+        if result.exists() and part == "pieces":
+            overhead_pieces.report(directory, f"{ranks} ranks x 1 thread, {trained(settings)}")
+        elif result.exists():
             report(settings, json.loads(result.read_text()))
         if not whole:
             typer.echo(f"Interrupted: {'that' if result.exists() else 'nothing'} is what is known.", err=True)
