@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_silent.kernels.host import compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
@@ -261,7 +262,9 @@ class CompiledAccumulator(Accumulator):
 
 
 def _lies_here(values: Tensor) -> bool:
-    return values.is_contiguous() and values.device.type == "cpu"
+    """Tell whether its elements lie at its address: a subclass may wrap another, and a negated view keeps its own."""
+    plain = type(values) in (Tensor, Parameter) and not values.is_neg()
+    return plain and values.is_contiguous() and values.device.type == "cpu"
 
 
 class FusedAccumulator(Accumulator):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_silent.kernels.host import compiled
 from ds_silent.kernels.launches import Launch, Reader, Segment, Slots, choice
@@ -31,6 +32,7 @@ from ds_silent.maths.sketch import make_plan, offsets_of
 logger = logging.getLogger("ds_silent")
 SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
 WORD = 4  # bytes of an element to the kernel: the bits of every dtype are read as int32
+_PLAIN = (Tensor, Parameter, type(None))  # whose elements lie at their addresses
 SKETCH_SIZE = 16_384  # any: the kernel's columns follow from it, and no sketch is made
 Items = Sequence[tuple[str, Tensor]]
 
@@ -74,7 +76,7 @@ class Checksums:
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return those of these tensors, in the order and of the sizes that were planned for; 0 for None."""
-        if self._compiled is not None:
+        if self._compiled is not None and all(type(one) in _PLAIN for one in tensors):
             return self._compiled.checksums([None if one is None else one.contiguous() for one in tensors], self._keys)
         taken = None if self._together is None else self._together(tensors)
         if taken is not None and len(taken.which) == len(self._places):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ds_silent.kernels import accumulator, host, launches
 from ds_silent.kernels.accumulator import Accumulator, CompiledAccumulator, new_accumulator
@@ -138,10 +139,23 @@ def test_what_it_does_not_know_goes_the_other_way() -> None:
         each.add(0, random(0, torch.float32, 0))
     for right, found in zip(plain.take(), ours.take(), strict=True):
         assert torch.equal(right, found)
+    negated = torch._neg_view(random(NUMELS[4], torch.float32, 3))
+    for each in (plain, ours):
+        each.add(4, negated)
+    assert torch.equal(plain.take()[0], ours.take()[0])
     for each in (plain, ours):  # and is known again
         each.add(8, wide[: NUMELS[8]])
         each.add(8, wide[::2], weight=-1.0)
     assert torch.equal(plain.take()[0], ours.take()[0])
+
+
+def test_a_tensor_that_wraps_others_has_no_address() -> None:
+    """Its address is 0."""
+    wrapper = TwoTensor(torch.ones(8), torch.ones(8))
+    assert wrapper.data_ptr() == 0
+    lies_here = accumulator._lies_here
+    assert (lies_here(wrapper), lies_here(torch.ones(8)), lies_here(nn.Parameter(torch.ones(8)))) == (False, True, True)
+    Checksums([32], CPU)([wrapper])  # read at its address it would end the process
 
 
 def test_checksums_are_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
