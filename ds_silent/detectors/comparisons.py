@@ -36,7 +36,20 @@ import numpy as np
 
 from ds_silent.detectors.finding import Stored
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import CLIP, LARGEST, RESOLUTION, Array, Flags, Onset, SequentialTest, others
+from ds_silent.detectors.sequential import (
+    CLIP,
+    LARGEST,
+    RESOLUTION,
+    Add,
+    Array,
+    Flags,
+    Onset,
+    Ranks,
+    SequentialTest,
+    clip,
+    median,
+    others,
+)
 
 STATISTICS = ("loss", "gradient norm", "gradient direction")
 LOSS, NORM, DIRECTION, TOKENS, LOSS_SIZE, NORM_SIZE, TOKENS_SIZE = range(7)
@@ -46,6 +59,7 @@ WINDOWS = (16, 128, 1024)
 """Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
+_NOT_TOKENS = [row for row in range(len(WINDOWS) * len(SMALLEST)) if row % len(SMALLEST) != TOKENS]
 
 
 MEMORY = 256  # steps whose coefficients explain a statistic by others
@@ -78,7 +92,7 @@ class Explained(Stored):
         x = self._deviations(values, covariates, peers)
         result = values - self._coefficients() @ x
         if learn and peers.sum() >= 2:
-            y = np.clip(values[None], -LARGEST, LARGEST)
+            y = clip(values[None], -LARGEST, LARGEST)
             self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
         return np.asarray(result)
 
@@ -86,13 +100,13 @@ class Explained(Stored):
         """(C, N) covariates against the peers' middle."""
         known = np.isfinite(values)
         columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
-        x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
+        x = clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
         return self._clipped(x - _middles(x, peers))
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
         size = CLIP * np.sqrt(self._moments.diagonal()[rows])[:, None]
-        return np.where(size > 0.0, np.clip(deviations, -size, size), deviations)
+        return np.where(size > 0.0, clip(deviations, -size, size), deviations)
 
     def _learn(self, deviations: Array) -> None:
         centred = deviations - deviations.mean(axis=1, keepdims=True)  # clipping has moved the mean
@@ -130,7 +144,7 @@ class _Comparison(Stored):
 
     def gain(self, series: int, component: int, rank: int) -> float:
         """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
-        return float(self._test.gain[series, component, rank] + self._test.taken[series, component, rank])
+        return self._test.gained(series, component, rank)
 
     def forget(self, ranks: Flags) -> None:
         """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
@@ -162,12 +176,14 @@ class AgainstOthers(_Comparison):
             self._test.halve_cusum(TOKENS)
             self._test.halve_cusum(TOKENS_SIZE)
 
-    def score(self) -> Array:
+    def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""
-        evidence, tokens = self._test.log_evidence(), self._test.log_cusum()
-        shift = np.logaddexp.reduce(evidence[:TOKENS], axis=0) - math.log(len(STATISTICS)) + math.log1p(-SPREAD)
-        spread = np.logaddexp(evidence[LOSS_SIZE], evidence[NORM_SIZE]) + math.log(SPREAD / 2.0)
-        return np.asarray(np.logaddexp(shift, spread) - np.maximum(tokens[TOKENS], tokens[TOKENS_SIZE]))
+        shifts = self._test.log_evidence(slice(TOKENS), ranks, add)
+        sizes = self._test.log_evidence(slice(LOSS_SIZE, TOKENS_SIZE), ranks, add)
+        tokens = self._test.log_cusum(slice(TOKENS, None, TOKENS_SIZE - TOKENS), ranks, add)
+        shift = add(shifts, axis=0) - math.log(len(STATISTICS)) + math.log1p(-SPREAD)
+        spread = np.logaddexp(*sizes) + math.log(SPREAD / 2.0)
+        return np.asarray(np.logaddexp(shift, spread) - np.maximum(*tokens))
 
     def forget_sizes(self, rank: int) -> None:
         """Start again with the sizes of one rank's deviations."""
@@ -175,7 +191,7 @@ class AgainstOthers(_Comparison):
 
     def strongest(self, rank: int) -> Strongest:
         """Return what speaks loudest against a rank. A large shift has a large size as well, and counts as a shift."""
-        evidence = self._test.log_evidence()[:, rank]
+        evidence = self._test.log_evidence(ranks=[rank])[:, 0]
         series, size = int(np.argmax(evidence[:TOKENS])), LOSS_SIZE + int(np.argmax(evidence[LOSS_SIZE:TOKENS_SIZE]))
         spread = bool(evidence[series] < evidence[size] / 2.0)
         series = size if spread else series
@@ -210,16 +226,15 @@ class AgainstOwnPast(_Comparison):
             for window in range(len(WINDOWS)):
                 self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
 
-    def score(self) -> Array:
+    def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""
-        shape = (len(WINDOWS), len(SMALLEST), self._ranks)
-        evidence = self._test.log_evidence().reshape(shape)[:, :TOKENS].reshape(-1, self._ranks)
-        tokens = self._test.log_cusum().reshape(shape)[:, TOKENS].max(axis=0)
-        return np.asarray(np.logaddexp.reduce(evidence, axis=0) - math.log(len(evidence)) - tokens)
+        evidence = self._test.log_evidence(_NOT_TOKENS, ranks, add)
+        tokens = self._test.log_cusum(slice(TOKENS, None, len(SMALLEST)), ranks, add).max(axis=0)
+        return np.asarray(add(evidence, axis=0) - math.log(len(evidence)) - tokens)
 
     def strongest(self, rank: int) -> Strongest:
         """Return what speaks loudest against a rank."""
-        evidence = self._test.log_evidence()[:, rank].copy()
+        evidence = self._test.log_evidence(ranks=[rank])[:, 0]
         evidence[TOKENS :: len(SMALLEST)] = -np.inf
         series = int(np.argmax(evidence))
         return Strongest(STATISTICS[series % len(SMALLEST)], series, self._test.onset(series, rank))
@@ -249,8 +264,8 @@ def _sizes(values: Array, healthy: Flags) -> Array:
     peers = healthy & np.isfinite(values)
     if peers.sum() < 2:
         return np.full_like(values, np.nan)
-    centre = np.full_like(values, np.median(values[peers]))
-    centre[peers] = others(np.clip(values[peers], -LARGEST, LARGEST)[None])[0][0]
+    centre = np.full_like(values, median(values[peers]))
+    centre[peers] = others(clip(values[peers], -LARGEST, LARGEST)[None])[0][0]
     return np.asarray(np.abs(values - centre))
 
 
