@@ -29,8 +29,9 @@ spread, and none is followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,8 @@ WINDOWS = (16, 128, 1024)
 """Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
+_COVARIATES = ([TOKENS], [LOSS, TOKENS, DIRECTION], [LOSS, TOKENS])  # that explain each of the statistics
+_AXIS = {"level": 1}  # on which a past has its series; the first where it is not named
 _NOT_TOKENS = [row for row in range(len(WINDOWS) * len(SMALLEST)) if row % len(SMALLEST) != TOKENS]
 
 
@@ -84,24 +87,29 @@ class Explained(Stored):
         self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
         self._learnt = 0
 
-    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags, learn: bool = True) -> Array:
-        """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
-        peers = peers & np.isfinite(values)
+    def residuals(self, values: Array, covariates: Array, peers: Flags, learnt: int = 0) -> Array:
+        """(W, N) residuals of a statistic that is taken in W ways, each known on the same ranks, and learn the step.
+
+        Args:
+            values, covariates: (W, N), (W, C, N). A covariate that is not known everywhere is left out, on all ranks.
+            peers: (N,) that are compared.
+            learnt: the way that is learnt; those behind it are explained with what it has taught.
+        """
+        known = np.isfinite(values).all(axis=0)
+        peers = peers & known
         if not peers.any():
             return np.array(values)
-        x = self._deviations(values, covariates, peers)
-        result = values - self._coefficients() @ x
-        if learn and peers.sum() >= 2:
-            y = clip(values[None], -LARGEST, LARGEST)
-            self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
-        return np.asarray(result)
-
-    def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
-        """(C, N) covariates against the peers' middle."""
-        known = np.isfinite(values)
-        columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
-        x = clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        return self._clipped(x - _middles(x, peers))
+        lacking = (known & ~np.isfinite(covariates)).any(axis=-1, keepdims=True)
+        columns = clip(np.where(known & ~lacking, covariates, 0.0), -LARGEST, LARGEST)
+        result, coefficients = np.empty(values.shape), self._coefficients()
+        for row, own in enumerate(columns):
+            x = self._clipped(own - _middles(own, peers))
+            result[row] = values[row] - coefficients @ x
+            if row == learnt and peers.sum() >= 2:
+                y = clip(values[row, None], -LARGEST, LARGEST)
+                self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
+                coefficients = self._coefficients() if row + 1 < len(columns) else coefficients
+        return result
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
@@ -109,18 +117,17 @@ class Explained(Stored):
         return np.where(size > 0.0, clip(deviations, -size, size), deviations)
 
     def _learn(self, deviations: Array) -> None:
-        centred = deviations - deviations.mean(axis=1, keepdims=True)  # clipping has moved the mean
+        centred = deviations - _mean(deviations)  # clipping has moved the mean
         self._learnt = min(self._learnt + 1, MEMORY)
         self._moments += (centred @ centred.T / centred.shape[1] - self._moments) / self._learnt
 
     def _coefficients(self) -> Array:
         moments, cross = self._moments[:-1, :-1], self._moments[:-1, -1]
         own = moments.diagonal()
-        used = own > 0.0
-        result = np.zeros(len(own))
-        if used.any():
+        result, used = np.zeros(len(own)), np.flatnonzero(own > 0.0)
+        if len(used):
             scale = np.sqrt(own[used])
-            correlations = moments[np.ix_(used, used)] / np.outer(scale, scale) + RIDGE * np.eye(used.sum())
+            correlations = moments[used[:, None], used] / (scale[:, None] * scale) + RIDGE * np.eye(len(used))
             result[used] = np.linalg.solve(correlations, cross[used] / scale) / scale
         return result
 
@@ -166,8 +173,8 @@ class AgainstOthers(_Comparison):
     def step(self, step: int, columns: Array, healthy: Flags, random: bool = True) -> None:
         """Add the evidence of one step: (4, N), NaN where not known. Sizes are compared if rows are dealt at random."""
         residuals = [
-            explained.residual(columns[row], _covariates(columns, row), healthy)
-            for row, explained in enumerate(self._explained)
+            explained.residuals(columns[None, row], columns[None, covariates], healthy)[0]
+            for row, (explained, covariates) in enumerate(zip(self._explained, _COVARIATES, strict=True))
         ]
         values = np.stack([*residuals, columns[TOKENS]])
         sizes = [_sizes(values[row], healthy) if random else np.full_like(values[row], np.nan) for row in _SIZED]
@@ -204,23 +211,21 @@ class AgainstOwnPast(_Comparison):
     A resume keeps each rank's past; evidence that is not enough yet starts anew.
     """
 
-    stored = ("pasts", "explained")
+    stored = ("explained",)
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
-        self._ranks = ranks
-        self._pasts = [OwnPast(len(SMALLEST), ranks, window, np.array(SMALLEST)) for window in WINDOWS]
+        windows, smallest = np.repeat(WINDOWS, len(SMALLEST)), np.tile(SMALLEST, len(WINDOWS))
+        self._past = OwnPast(len(windows), ranks, windows, smallest)  # of all windows, one behind the other
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        found = []
-        for past in self._pasts:
-            moved, learn = past.moved(columns), past.window == WINDOWS[1]
-            rest = moved.copy()
-            for row, explained in enumerate(self._explained):
-                rest[row] = explained.residual(moved[row], _covariates(moved, row), healthy, learn)
-            found.append(past.step(rest, columns, healthy))
-        deviations, slack = map(np.concatenate, zip(*found, strict=True))
+        values = np.tile(columns, (len(WINDOWS), 1))
+        moved = self._past.moved(values)
+        ways, rest = moved.reshape(len(WINDOWS), *columns.shape), moved.copy()
+        for row, (explained, covariates) in enumerate(zip(self._explained, _COVARIATES, strict=True)):
+            rest[row :: len(columns)] = explained.residuals(ways[:, row], ways[:, covariates], healthy, learnt=1)
+        deviations, slack = self._past.step(rest, values, healthy)
         self._test.step(step, deviations, healthy, slack)
         if _all_equal(columns[TOKENS], healthy):
             for window in range(len(WINDOWS)):
@@ -241,7 +246,7 @@ class AgainstOwnPast(_Comparison):
 
     def usual(self) -> Array:
         """Return (2, N) loss and gradient norm of each rank's newest past; NaN where not known or not positive."""
-        mean = self._pasts[0].means()
+        mean = self._past.means()
         with np.errstate(over="ignore"):
             both = np.stack([mean[LOSS], np.exp(mean[NORM])])
         return np.where(both > 0.0, both, np.nan)
@@ -249,14 +254,23 @@ class AgainstOwnPast(_Comparison):
     def begin_anew(self, ranks: Flags) -> None:
         """Take what these ranks do from now on for their past."""
         self.forget(ranks)
-        for past in self._pasts:
-            past.forget(ranks)
+        self._past.forget(ranks)
 
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, with a past of each window."""
+        past, windows = self._past.state_dict(), range(len(WINDOWS))
+        split = {
+            name: np.split(np.array(values), len(WINDOWS), axis=_AXIS.get(name, 0)) for name, values in past.items()
+        }
+        pasts = [{name: parts[window].tolist() for name, parts in split.items()} for window in windows]
+        return {"pasts": pasts, **super().state_dict()}
 
-def _covariates(columns: Array, row: int) -> list[Array]:
-    """Return the columns that explain a statistic."""
-    loss, _, cosine, tokens = columns
-    return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        pasts = state["pasts"]
+        whole = {name: np.concatenate([past[name] for past in pasts], axis=_AXIS.get(name, 0)) for name in pasts[0]}
+        self._past.load_state_dict(whole)
 
 
 def _sizes(values: Array, healthy: Flags) -> Array:
@@ -271,11 +285,16 @@ def _sizes(values: Array, healthy: Flags) -> Array:
 
 def _all_equal(tokens: Array, healthy: Flags) -> bool:
     compared = tokens[healthy & np.isfinite(tokens)]
-    return len(compared) > 1 and float(np.ptp(compared)) == 0.0
+    return len(compared) > 1 and bool(compared.min() == compared.max())
 
 
 def _middles(columns: Array, peers: Flags) -> Array:
     """(C, N) means over the peers; where a column has no spread over them, its own values, which leaves 0 exactly."""
     inside = columns[:, peers]
-    flat = np.ptp(inside, axis=1) <= RESOLUTION * np.abs(inside).max(axis=1)
-    return np.where(flat[:, None], columns, inside.mean(axis=1, keepdims=True))
+    lowest, highest = inside.min(axis=1, keepdims=True), inside.max(axis=1, keepdims=True)
+    flat = highest - lowest <= RESOLUTION * np.maximum(highest, -lowest)
+    return np.where(flat, columns, _mean(inside))
+
+
+def _mean(columns: Array) -> Array:
+    return np.asarray(columns.sum(axis=1, keepdims=True) / columns.shape[1])

@@ -80,7 +80,7 @@ _WITHIN = _TILTS[~_REMEMBERS]
 _SAME = np.array([int(np.flatnonzero(tilt == _WITHIN)[0]) for tilt in _TILTS])  # where WITHIN has each tilt
 _LOG_WEIGHTS = np.log(np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN)))[:, None]
 _TOGETHER = 1 << 18  # numbers whose evidence is made at once: more leave the cache
-_FEW, _ROUGHLY = 64, 1e-6  # ranks whose scores are made at once; the error of a score that is made roughly, and more
+_FEW, _ROUGHLY = 1024, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class SequentialTest(Stored):
         np.minimum(grown, self._cap, out=grown)
         if not every:
             np.copyto(evidence, grown, where=mask)
-        return sums
+        return np.asarray(sums)
 
     def _learn(self, step: int, residuals: Array, sums: Array, spreads: Array, peers: Flags) -> None:
         known = np.isfinite(spreads)
@@ -288,16 +288,20 @@ def highest(score: Callable[[Ranks, Add], Array], among: Flags) -> tuple[int, fl
     if not len(ranks):
         return 0, -math.inf
     if len(ranks) > _FEW:
-        with np.errstate(all="ignore"):
-            rough = score(slice(None), _log_of_sum)[ranks]
-            ranks = ranks[~(rough < rough.max() - _ROUGHLY)]  # all of them where one is no number
+        parts = (slice(begin, begin + _FEW) for begin in range(0, len(among), _FEW))
+        rough = np.concatenate([score(part, _log_of_sum) for part in parts])[ranks]
+        if rough.max() == -np.inf:
+            return 0, -math.inf
+        ranks = ranks[~(rough < rough.max() - _ROUGHLY)]  # all of them where one is no number
     scores = score(ranks, np.logaddexp.reduce)
     best = int(np.argmax(scores))
     return 0 if scores[best] == -np.inf else int(ranks[best]), float(scores[best])
 
 
 def _log_of_sum(logs: Array, axis: int) -> Array:
-    return np.asarray(np.log(np.exp(logs).sum(axis=axis)))
+    largest = max(float(logs.max()), -LARGEST)  # or all would be 0
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.exp(logs - largest).sum(axis=axis)) + largest)
 
 
 def clip(values: Array, low: Array | float, high: Array | float) -> Array:
