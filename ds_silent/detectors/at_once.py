@@ -66,7 +66,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.sequential import Array, Flags, median
 from ds_silent.records import Score
 
 Ranks = npt.NDArray[np.intp]
@@ -198,7 +198,7 @@ class AtOnce:
         own, others = label_tokens[order[0]], label_tokens[order[1:]]
         if not own > 0.0 or not np.isfinite(others).all():
             return 0.0
-        return abs(math.log(max(float(np.median(others)), 1.0) / float(own)))
+        return abs(math.log(max(float(median(others)), 1.0) / float(own)))
 
     def state_dict(self) -> dict[str, Any]:
         highest = [None if value == -math.inf else value for value in self._highest]

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
@@ -129,8 +131,8 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _zero(record: StepRecord, extras: Evidence) -> set[int]:
-    zero = {rank for rank, norm in enumerate(record.grad_norm.per_rank or ()) if norm == 0.0}
-    return zero | set(extras.zero_gradient)
+    norms = np.array(record.grad_norm.per_rank or ())
+    return set(np.flatnonzero(norms == 0.0).tolist()) | set(extras.zero_gradient)
 
 
 def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
@@ -145,9 +147,9 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     A model with conditional computation does this in health, on other ranks at other steps.
     """
     stale = extras.stale_parameters or ()
-    missing = tuple(rank for rank, count in enumerate(stale) if count > 0)
-    if not missing:
+    if not any(stale):  # nearly always
         return []
+    missing = tuple(rank for rank, count in enumerate(stale) if count > 0)
     most = max(stale)
     message = (
         f"{named(missing).capitalize()} got no gradient for {most} trainable parameter{'s' if most > 1 else ''} that "
@@ -162,7 +164,7 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _not_finite(values: Sequence[float] | None) -> set[int]:
-    return {rank for rank, value in enumerate(values or ()) if _bad(value)}
+    return set(np.flatnonzero(~np.isfinite(np.array(values or (), dtype=np.float64))).tolist())
 
 
 def _bad(value: float | None) -> bool:

@@ -29,14 +29,28 @@ spread, and none is followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ds_silent.detectors.finding import Stored
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import CLIP, LARGEST, RESOLUTION, Array, Flags, Onset, SequentialTest, others
+from ds_silent.detectors.sequential import (
+    CLIP,
+    LARGEST,
+    RESOLUTION,
+    Add,
+    Array,
+    Flags,
+    Onset,
+    Ranks,
+    SequentialTest,
+    clip,
+    median,
+    others,
+)
 
 STATISTICS = ("loss", "gradient norm", "gradient direction")
 LOSS, NORM, DIRECTION, TOKENS, LOSS_SIZE, NORM_SIZE, TOKENS_SIZE = range(7)
@@ -46,6 +60,9 @@ WINDOWS = (16, 128, 1024)
 """Steps that make a rank's own past: a change is seen for about as long, so small ones need the long windows."""
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
+_COVARIATES = ([TOKENS], [LOSS, TOKENS, DIRECTION], [LOSS, TOKENS])  # that explain each of the statistics
+_AXIS = {"level": 1}  # on which a past has its series; the first where it is not named
+_NOT_TOKENS = [row for row in range(len(WINDOWS) * len(SMALLEST)) if row % len(SMALLEST) != TOKENS]
 
 
 MEMORY = 256  # steps whose coefficients explain a statistic by others
@@ -70,43 +87,47 @@ class Explained(Stored):
         self._moments = np.zeros((covariates + 1, covariates + 1))  # of the covariates and, last, of y
         self._learnt = 0
 
-    def residual(self, values: Array, covariates: Sequence[Array], peers: Flags, learn: bool = True) -> Array:
-        """(N,) residuals, and learn the step. A covariate that is not known everywhere is left out, on all ranks."""
-        peers = peers & np.isfinite(values)
+    def residuals(self, values: Array, covariates: Array, peers: Flags, learnt: int = 0) -> Array:
+        """(W, N) residuals of a statistic that is taken in W ways, each known on the same ranks, and learn the step.
+
+        Args:
+            values, covariates: (W, N), (W, C, N). A covariate that is not known everywhere is left out, on all ranks.
+            peers: (N,) that are compared.
+            learnt: the way that is learnt; those behind it are explained with what it has taught.
+        """
+        known = np.isfinite(values).all(axis=0)
+        peers = peers & known
         if not peers.any():
             return np.array(values)
-        x = self._deviations(values, covariates, peers)
-        result = values - self._coefficients() @ x
-        if learn and peers.sum() >= 2:
-            y = np.clip(values[None], -LARGEST, LARGEST)
-            self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
-        return np.asarray(result)
-
-    def _deviations(self, values: Array, covariates: Sequence[Array], peers: Flags) -> Array:
-        """(C, N) covariates against the peers' middle."""
-        known = np.isfinite(values)
-        columns = [c if np.isfinite(c[known]).all() else np.zeros(len(c)) for c in covariates]
-        x = np.clip(np.where(known, np.stack(columns), 0.0), -LARGEST, LARGEST)
-        return self._clipped(x - _middles(x, peers))
+        lacking = (known & ~np.isfinite(covariates)).any(axis=-1, keepdims=True)
+        columns = clip(np.where(known & ~lacking, covariates, 0.0), -LARGEST, LARGEST)
+        result, coefficients = np.empty(values.shape), self._coefficients()
+        for row, own in enumerate(columns):
+            x = self._clipped(own - _middles(own, peers))
+            result[row] = values[row] - coefficients @ x
+            if row == learnt and peers.sum() >= 2:
+                y = clip(values[row, None], -LARGEST, LARGEST)
+                self._learn(np.vstack([x, self._clipped(y - _middles(y, peers), slice(-1, None))])[:, peers])
+                coefficients = self._coefficients() if row + 1 < len(columns) else coefficients
+        return result
 
     def _clipped(self, deviations: Array, rows: slice = slice(-1)) -> Array:
         """(len, N), up to ``CLIP`` of the sizes learnt; as they are where nothing was learnt."""
         size = CLIP * np.sqrt(self._moments.diagonal()[rows])[:, None]
-        return np.where(size > 0.0, np.clip(deviations, -size, size), deviations)
+        return np.where(size > 0.0, clip(deviations, -size, size), deviations)
 
     def _learn(self, deviations: Array) -> None:
-        centred = deviations - deviations.mean(axis=1, keepdims=True)  # clipping has moved the mean
+        centred = deviations - _mean(deviations)  # clipping has moved the mean
         self._learnt = min(self._learnt + 1, MEMORY)
         self._moments += (centred @ centred.T / centred.shape[1] - self._moments) / self._learnt
 
     def _coefficients(self) -> Array:
         moments, cross = self._moments[:-1, :-1], self._moments[:-1, -1]
         own = moments.diagonal()
-        used = own > 0.0
-        result = np.zeros(len(own))
-        if used.any():
+        result, used = np.zeros(len(own)), np.flatnonzero(own > 0.0)
+        if len(used):
             scale = np.sqrt(own[used])
-            correlations = moments[np.ix_(used, used)] / np.outer(scale, scale) + RIDGE * np.eye(used.sum())
+            correlations = moments[used[:, None], used] / (scale[:, None] * scale) + RIDGE * np.eye(len(used))
             result[used] = np.linalg.solve(correlations, cross[used] / scale) / scale
         return result
 
@@ -130,7 +151,7 @@ class _Comparison(Stored):
 
     def gain(self, series: int, component: int, rank: int) -> float:
         """Return the log evidence of the newest step without slack: a change does not end because all ranks move."""
-        return float(self._test.gain[series, component, rank] + self._test.taken[series, component, rank])
+        return self._test.gained(series, component, rank)
 
     def forget(self, ranks: Flags) -> None:
         """Start again for these ranks: the comparison was spoiled, or the fault has ended."""
@@ -152,8 +173,8 @@ class AgainstOthers(_Comparison):
     def step(self, step: int, columns: Array, healthy: Flags, random: bool = True) -> None:
         """Add the evidence of one step: (4, N), NaN where not known. Sizes are compared if rows are dealt at random."""
         residuals = [
-            explained.residual(columns[row], _covariates(columns, row), healthy)
-            for row, explained in enumerate(self._explained)
+            explained.residuals(columns[None, row], columns[None, covariates], healthy)[0]
+            for row, (explained, covariates) in enumerate(zip(self._explained, _COVARIATES, strict=True))
         ]
         values = np.stack([*residuals, columns[TOKENS]])
         sizes = [_sizes(values[row], healthy) if random else np.full_like(values[row], np.nan) for row in _SIZED]
@@ -162,12 +183,14 @@ class AgainstOthers(_Comparison):
             self._test.halve_cusum(TOKENS)
             self._test.halve_cusum(TOKENS_SIZE)
 
-    def score(self) -> Array:
+    def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""
-        evidence, tokens = self._test.log_evidence(), self._test.log_cusum()
-        shift = np.logaddexp.reduce(evidence[:TOKENS], axis=0) - math.log(len(STATISTICS)) + math.log1p(-SPREAD)
-        spread = np.logaddexp(evidence[LOSS_SIZE], evidence[NORM_SIZE]) + math.log(SPREAD / 2.0)
-        return np.asarray(np.logaddexp(shift, spread) - np.maximum(tokens[TOKENS], tokens[TOKENS_SIZE]))
+        shifts = self._test.log_evidence(slice(TOKENS), ranks, add)
+        sizes = self._test.log_evidence(slice(LOSS_SIZE, TOKENS_SIZE), ranks, add)
+        tokens = self._test.log_cusum(slice(TOKENS, None, TOKENS_SIZE - TOKENS), ranks, add)
+        shift = add(shifts, axis=0) - math.log(len(STATISTICS)) + math.log1p(-SPREAD)
+        spread = np.logaddexp(*sizes) + math.log(SPREAD / 2.0)
+        return np.asarray(np.logaddexp(shift, spread) - np.maximum(*tokens))
 
     def forget_sizes(self, rank: int) -> None:
         """Start again with the sizes of one rank's deviations."""
@@ -175,7 +198,7 @@ class AgainstOthers(_Comparison):
 
     def strongest(self, rank: int) -> Strongest:
         """Return what speaks loudest against a rank. A large shift has a large size as well, and counts as a shift."""
-        evidence = self._test.log_evidence()[:, rank]
+        evidence = self._test.log_evidence(ranks=[rank])[:, 0]
         series, size = int(np.argmax(evidence[:TOKENS])), LOSS_SIZE + int(np.argmax(evidence[LOSS_SIZE:TOKENS_SIZE]))
         spread = bool(evidence[series] < evidence[size] / 2.0)
         series = size if spread else series
@@ -188,45 +211,42 @@ class AgainstOwnPast(_Comparison):
     A resume keeps each rank's past; evidence that is not enough yet starts anew.
     """
 
-    stored = ("pasts", "explained")
+    stored = ("explained",)
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
-        self._ranks = ranks
-        self._pasts = [OwnPast(len(SMALLEST), ranks, window, np.array(SMALLEST)) for window in WINDOWS]
+        windows, smallest = np.repeat(WINDOWS, len(SMALLEST)), np.tile(SMALLEST, len(WINDOWS))
+        self._past = OwnPast(len(windows), ranks, windows, smallest)  # of all windows, one behind the other
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        found = []
-        for past in self._pasts:
-            moved, learn = past.moved(columns), past.window == WINDOWS[1]
-            rest = moved.copy()
-            for row, explained in enumerate(self._explained):
-                rest[row] = explained.residual(moved[row], _covariates(moved, row), healthy, learn)
-            found.append(past.step(rest, columns, healthy))
-        deviations, slack = map(np.concatenate, zip(*found, strict=True))
+        values = np.tile(columns, (len(WINDOWS), 1))
+        moved = self._past.moved(values)
+        ways, rest = moved.reshape(len(WINDOWS), *columns.shape), moved.copy()
+        for row, (explained, covariates) in enumerate(zip(self._explained, _COVARIATES, strict=True)):
+            rest[row :: len(columns)] = explained.residuals(ways[:, row], ways[:, covariates], healthy, learnt=1)
+        deviations, slack = self._past.step(rest, values, healthy)
         self._test.step(step, deviations, healthy, slack)
         if _all_equal(columns[TOKENS], healthy):
             for window in range(len(WINDOWS)):
                 self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
 
-    def score(self) -> Array:
+    def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""
-        shape = (len(WINDOWS), len(SMALLEST), self._ranks)
-        evidence = self._test.log_evidence().reshape(shape)[:, :TOKENS].reshape(-1, self._ranks)
-        tokens = self._test.log_cusum().reshape(shape)[:, TOKENS].max(axis=0)
-        return np.asarray(np.logaddexp.reduce(evidence, axis=0) - math.log(len(evidence)) - tokens)
+        evidence = self._test.log_evidence(_NOT_TOKENS, ranks, add)
+        tokens = self._test.log_cusum(slice(TOKENS, None, len(SMALLEST)), ranks, add).max(axis=0)
+        return np.asarray(add(evidence, axis=0) - math.log(len(evidence)) - tokens)
 
     def strongest(self, rank: int) -> Strongest:
         """Return what speaks loudest against a rank."""
-        evidence = self._test.log_evidence()[:, rank].copy()
+        evidence = self._test.log_evidence(ranks=[rank])[:, 0]
         evidence[TOKENS :: len(SMALLEST)] = -np.inf
         series = int(np.argmax(evidence))
         return Strongest(STATISTICS[series % len(SMALLEST)], series, self._test.onset(series, rank))
 
     def usual(self) -> Array:
         """Return (2, N) loss and gradient norm of each rank's newest past; NaN where not known or not positive."""
-        mean = self._pasts[0].means()
+        mean = self._past.means()
         with np.errstate(over="ignore"):
             both = np.stack([mean[LOSS], np.exp(mean[NORM])])
         return np.where(both > 0.0, both, np.nan)
@@ -234,14 +254,23 @@ class AgainstOwnPast(_Comparison):
     def begin_anew(self, ranks: Flags) -> None:
         """Take what these ranks do from now on for their past."""
         self.forget(ranks)
-        for past in self._pasts:
-            past.forget(ranks)
+        self._past.forget(ranks)
 
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, with a past of each window."""
+        past, windows = self._past.state_dict(), range(len(WINDOWS))
+        split = {
+            name: np.split(np.array(values), len(WINDOWS), axis=_AXIS.get(name, 0)) for name, values in past.items()
+        }
+        pasts = [{name: parts[window].tolist() for name, parts in split.items()} for window in windows]
+        return {"pasts": pasts, **super().state_dict()}
 
-def _covariates(columns: Array, row: int) -> list[Array]:
-    """Return the columns that explain a statistic."""
-    loss, _, cosine, tokens = columns
-    return ([tokens], [loss, tokens, cosine], [loss, tokens])[row]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        pasts = state["pasts"]
+        whole = {name: np.concatenate([past[name] for past in pasts], axis=_AXIS.get(name, 0)) for name in pasts[0]}
+        self._past.load_state_dict(whole)
 
 
 def _sizes(values: Array, healthy: Flags) -> Array:
@@ -249,18 +278,23 @@ def _sizes(values: Array, healthy: Flags) -> Array:
     peers = healthy & np.isfinite(values)
     if peers.sum() < 2:
         return np.full_like(values, np.nan)
-    centre = np.full_like(values, np.median(values[peers]))
-    centre[peers] = others(np.clip(values[peers], -LARGEST, LARGEST)[None])[0][0]
+    centre = np.full_like(values, median(values[peers]))
+    centre[peers] = others(clip(values[peers], -LARGEST, LARGEST)[None])[0][0]
     return np.asarray(np.abs(values - centre))
 
 
 def _all_equal(tokens: Array, healthy: Flags) -> bool:
     compared = tokens[healthy & np.isfinite(tokens)]
-    return len(compared) > 1 and float(np.ptp(compared)) == 0.0
+    return len(compared) > 1 and bool(compared.min() == compared.max())
 
 
 def _middles(columns: Array, peers: Flags) -> Array:
     """(C, N) means over the peers; where a column has no spread over them, its own values, which leaves 0 exactly."""
     inside = columns[:, peers]
-    flat = np.ptp(inside, axis=1) <= RESOLUTION * np.abs(inside).max(axis=1)
-    return np.where(flat[:, None], columns, inside.mean(axis=1, keepdims=True))
+    lowest, highest = inside.min(axis=1, keepdims=True), inside.max(axis=1, keepdims=True)
+    flat = highest - lowest <= RESOLUTION * np.maximum(highest, -lowest)
+    return np.where(flat, columns, _mean(inside))
+
+
+def _mean(columns: Array) -> Array:
+    return np.asarray(columns.sum(axis=1, keepdims=True) / columns.shape[1])

@@ -163,10 +163,11 @@ class LayerEvidence:
             gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
             own = peers[:, part]
             total += gain.sum(axis=2) if own.all() else np.einsum("csr,sr->cs", gain, own.astype(float))
-        if slack is not None:  # off every bet
-            bet = np.exp(-slack / 4.0)
-            less = np.stack([bet, bet**4, bet**16])
-            self.gain *= np.concatenate([less, less, less[1:], less[1:]])
+            if slack is not None:  # off every bet
+                bet = np.exp(-slack[:, part] / 4.0)
+                less = np.stack([bet, bet**4, bet**16])
+                for tilts in (gain[:3], gain[3:6], gain[6:8], gain[8:]):
+                    tilts *= less[-len(tilts) :]
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
         for part in self._parts():

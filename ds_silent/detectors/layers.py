@@ -107,7 +107,8 @@ class LayerTest:
             self._random = random
             self._start(len(values))
         _remember(self._recent, seen)
-        healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
+        healthy = np.ones(self.ranks, dtype=bool)
+        healthy[list(self._flagged)] = False
         tokens, slack = values[-1], None
         if self._own is not None:
             self._sizes_before.append((step, values[: self._directions].astype(np.float32)))
@@ -115,7 +116,8 @@ class LayerTest:
             self._moves += (np.nan_to_num(moved[:-1]) - self._moves) / NEWEST
             values, slack = self._own.step(moved, values, healthy)
         self._test.step(step, values, healthy, slack)
-        if len(np.unique(tokens[np.isfinite(tokens) & healthy])) == 1:
+        compared = tokens[np.isfinite(tokens) & healthy]
+        if len(compared) and compared.min() == compared.max():
             self._test.halve_tokens()
         self._end()
         if healthy.sum() > 1:

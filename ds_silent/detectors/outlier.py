@@ -34,7 +34,7 @@ from ds_silent.detectors.at_once import LASTING, AtOnce, StandsOut
 from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOwnPast
 from ds_silent.detectors.effects import Flag, Weigher
 from ds_silent.detectors.finding import Finding
-from ds_silent.detectors.sequential import Array, Flags, strongest_tilt
+from ds_silent.detectors.sequential import Array, Flags, highest, strongest_tilt
 from ds_silent.detectors.symptoms import SUDDEN
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, StepRecord
@@ -129,8 +129,9 @@ class OutlierTest:
 
     def _unflagged(self, notes: bool = False) -> Flags:
         """Return (N,) which ranks others are compared with; ``notes``: include ranks with an old note."""
-        flags = [self._flagged.get(rank) for rank in range(self.ranks)]
-        return np.array([flag is None or (notes and flag.severity == "info") for flag in flags])
+        unflagged = np.ones(self.ranks, dtype=bool)
+        unflagged[[rank for rank, flag in self._flagged.items() if not (notes and flag.severity == "info")]] = False
+        return unflagged
 
     def _only(self, rank: int) -> Flags:
         return np.asarray(np.arange(self.ranks) == rank)
@@ -150,12 +151,12 @@ class OutlierTest:
         if healthy.sum() < 2:  # nobody is left to compare the last one with
             test.forget(healthy)
             return
-        score, own_past = test.score(), test is self._change
-        waiting = own_past & np.isin(np.arange(self.ranks), list(self._unsure))
-        candidates = np.where(healthy & ~waiting, score, -np.inf)
-        rank = int(np.argmax(candidates))
-        self.scores += (Score("change" if own_past else "outlier", float(candidates[rank]), self._threshold, rank),)
-        if not candidates[rank] >= self._threshold:
+        own_past, candidates = test is self._change, healthy.copy()
+        if own_past:
+            candidates[list(self._unsure)] = False
+        rank, score = highest(test.score, candidates)
+        self.scores += (Score("change" if own_past else "outlier", score, self._threshold, rank),)
+        if not score >= self._threshold:
             return
         found = test.strongest(rank)
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
@@ -165,7 +166,7 @@ class OutlierTest:
             self._level.forget_sizes(rank)
             return
         onset, where, series = found.onset, found.statistic, found.series
-        flag = Flag(where, onset.step, onset.sign, onset.component, float(score[rank]), self._threshold, series=series)
+        flag = Flag(where, onset.step, onset.sign, onset.component, score, self._threshold, series=series)
         meaning = (_SPREAD if found.spread else _MEANING[where, onset.sign]).format(
             where=where, **(_OWN_PAST if own_past else _OTHERS)
         )

@@ -38,12 +38,11 @@ not set the scale that measures it.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+import numpy.typing as npt
 
 from ds_silent.detectors.finding import Stored
-from ds_silent.detectors.sequential import Array, Flags, median_of_known
+from ds_silent.detectors.sequential import Array, Flags, clip, median_of_known
 
 CLIP = 4.0  # of a rank's own scale
 FEWEST = 8  # values for a rank's mean; a comparison needs twice as many, and an eighth of a long window
@@ -60,15 +59,24 @@ SURE = 3.0  # standard errors; smaller moves of the level do not count
 
 
 class OwnPast(Stored):
-    """Follow each rank's past over a window of W steps; ``smallest``: (S,) moves of an offset, always allowed."""
+    """Follow each rank's past.
+
+    Args:
+        series, ranks: S, N.
+        window: W, steps; (S,) where each series has one of its own.
+        smallest: (S,) moves of an offset, always allowed.
+    """
 
     stored = (
         *("mean", "drift", "square", "count"),
         *("level", "level_square", "level_moves", "sudden", "levels", "walks", "walk_noise"),
     )
 
-    def __init__(self, series: int, ranks: int, window: int, smallest: Array):
-        self.window, self._smallest = window, np.asarray(smallest, dtype=np.float64)[:, None]
+    def __init__(self, series: int, ranks: int, window: int | npt.NDArray[np.int_], smallest: Array):
+        self._smallest = np.asarray(smallest, dtype=np.float64)[:, None]
+        self._windows = np.full(series, window, dtype=np.float64)
+        self._window = self._windows[:, None]
+        self._most = np.maximum(self._window, SCALE)  # values that are counted
         shape = (series, ranks)
         self._mean, self._drift, self._square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._count = np.zeros(shape)
@@ -103,7 +111,7 @@ class OwnPast(Stored):
         level = median_of_known(np.where(peers, moved, np.nan))
         off = np.where(known, moved - level[:, None], 0.0)
         scale = self._scales(values, peers)
-        compared = known & (self._count >= max(2 * FEWEST, self.window / 8))
+        compared = known & (self._count >= np.maximum(2 * FEWEST, self._window / 8))
         slack = np.abs(self._drift) / 2.0 + self._expected(level)[:, None] + self._smallest
         deviations = np.where(compared, (off - self._drift / 2.0) / scale, np.nan)
         self._learn_noise(off, level, scale, peers)
@@ -122,29 +130,29 @@ class OwnPast(Stored):
         """Return (S,) how far offsets may move in health: as before, faster if all move faster, at once if all jump."""
         walk = WALKS * np.sqrt(np.maximum(self._walks - NOISE_OF_WALK * self._walk_noise, 0.0))
         usual = np.maximum(np.sqrt(self._level_moves), RESOLUTION)
-        now = self._beyond_noise(self._level[0], self.window)
+        now = self._beyond_noise(self._level[0], self._windows)
         jump = np.maximum(np.abs(level - self._level[2]) - SURE * np.sqrt(self._level_square), self._sudden)
-        return np.asarray(walk + np.clip(walk * (now / usual - 1.0), 0.0, now) + jump)
+        return np.asarray(walk + clip(walk * (now / usual - 1.0), 0.0, now) + jump)
 
-    def _beyond_noise(self, move: Array, steps: int) -> Array:
+    def _beyond_noise(self, move: Array, steps: int | Array) -> Array:
         """Return (S,) the size of the level's mean move over ``steps``, less what noise explains."""
-        return np.asarray(np.maximum(np.abs(move) - SURE * np.sqrt(self._level_square) / math.sqrt(2.0 * steps), 0.0))
+        return np.asarray(np.maximum(np.abs(move) - SURE * np.sqrt(self._level_square) / np.sqrt(2.0 * steps), 0.0))
 
     def _learn_noise(self, off: Array, level: Array, scale: Array, peers: Flags) -> None:
         """Learn each rank's scatter and drift, and how far the common level moves."""
-        clipped = np.clip(off, -CLIP * scale, CLIP * scale)
+        clipped = clip(off, -CLIP * scale, CLIP * scale)
         rest = np.square(off - self._drift)
         rate = 1.0 / np.maximum(self._count - FEWEST + 1.0, 1.0)
         first = self._square + rate * (rest - self._square)
         beyond = (rest > self._square) - OUTSIDE
-        tracked = self._square * np.exp(4.0 * np.maximum(rate, 1.0 / max(self.window, SCALE)) * beyond)
+        tracked = self._square * np.exp(4.0 * np.maximum(rate, 1.0 / self._most) * beyond)
         known = np.where(self._count < 2 * FEWEST, first, tracked)
         self._square = np.where(peers, known, self._square)
-        self._drift = np.where(peers, self._drift + (clipped - self._drift) / self.window, self._drift)
+        self._drift = np.where(peers, self._drift + (clipped - self._drift) / self._window, self._drift)
         moving = peers.any(axis=1)
-        rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self.window)
+        rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self._windows)
         walks = median_of_known(np.where(peers, np.square(self._drift), np.nan)) / CHI_SQUARED
-        noise = median_of_known(np.where(peers, self._square, np.nan)) / (2.0 * self.window - 1.0)
+        noise = median_of_known(np.where(peers, self._square, np.nan)) / (2.0 * self._windows - 1.0)
 
         def followed(mean: Array, value: Array, rate: Array) -> Array:
             return np.asarray(np.where(moving, mean + rate * (value - mean), mean))
@@ -152,13 +160,13 @@ class OwnPast(Stored):
         self._walks = followed(self._walks, walks, rate_of)
         self._walk_noise = followed(self._walk_noise, noise, rate_of)
         self._levels = self._levels + moving
-        slow = _rate(self._levels, self.window)
+        slow = _rate(self._levels, self._windows)
         self._level_square = followed(self._level_square, np.square(level - self._level[1]), slow)
         rates = np.stack([slow, _rate(self._levels, NEWEST), _rate(self._levels, NEAR)])
         self._level = followed(self._level, level, rates)
         moved = self._beyond_noise(self._level[1] - self._level[2], NEWEST)
-        self._sudden = np.where(moving, np.maximum(self._sudden * (1.0 - 1.0 / self.window), moved), self._sudden)
-        squares = np.square(self._beyond_noise(self._level[0], self.window))
+        self._sudden = np.where(moving, np.maximum(self._sudden * (1.0 - 1.0 / self._windows), moved), self._sudden)
+        squares = np.square(self._beyond_noise(self._level[0], self._windows))
         self._level_moves = followed(self._level_moves, squares, rate_of)
 
     def _learn_mean(self, values: Array, healthy: Flags, limit: Array) -> None:
@@ -166,11 +174,11 @@ class OwnPast(Stored):
         known = np.isfinite(values) & healthy
         moved = np.where(known, values - self._mean, np.nan)
         level = median_of_known(np.where(self._count > 0, moved, np.nan))[:, None]
-        step = level + np.clip(np.where(known, moved, level) - level, -limit, limit)
+        step = level + clip(np.where(known, moved, level) - level, -limit, limit)
         step = np.where(self._count > 0, step, np.where(known, values, 0.0))
-        rate = np.maximum(1.0 / (self._count + 1.0), 1.0 / self.window)
+        rate = np.maximum(1.0 / (self._count + 1.0), 1.0 / self._window)
         self._mean = np.where(known, self._mean + rate * step, self._mean)
-        self._count = np.where(known, np.minimum(self._count + 1.0, max(self.window, SCALE)), self._count)
+        self._count = np.where(known, np.minimum(self._count + 1.0, self._most), self._count)
 
     def forget(self, ranks: Flags) -> None:
         """Begin anew for these ranks: their next values become their past."""
@@ -178,5 +186,5 @@ class OwnPast(Stored):
             past[:, ranks] = 0.0
 
 
-def _rate(count: Array, window: int) -> Array:
+def _rate(count: Array, window: int | Array) -> Array:
     return np.maximum(1.0 / np.maximum(count, 1.0), 1.0 / window)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.reduction_errors import distrust
-from ds_silent.detectors.sequential import Array, SequentialTest
+from ds_silent.detectors.sequential import Array, SequentialTest, highest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
 from ds_silent.text import TORCH, Words
@@ -55,16 +56,15 @@ class OwnWeightTest(Detector):
         known = scores != 0.0
         precision = np.where(known, np.square(scores / np.where(known, off, 1.0)), 0.0)
         self._recent.append((record.step, off, precision))
-        healthy = np.array([rank not in self._flagged for rank in range(self.ranks)])
+        healthy = np.ones(self.ranks, dtype=bool)
+        healthy[list(self._flagged)] = False
         self._test.step(record.step, np.where(known, scores, np.nan)[None], healthy)
         for rank in list(self._flagged):
             off_by, error = self._mean(rank, 0)
             if abs(off_by) < 2.0 * error:
                 del self._flagged[rank]
                 self._test.forget_evidence(np.arange(self.ranks) == rank)
-        candidates = np.where(healthy, self._test.log_evidence()[0], -np.inf)
-        rank = int(np.argmax(candidates))
-        score = float(candidates[rank])
+        rank, score = highest(partial(self._test.log_evidence, 0), healthy)
         self.scores = (Score("own weight", score, self._threshold, rank),)
         if score >= self._threshold:
             since = self._test.onset(0, rank).step

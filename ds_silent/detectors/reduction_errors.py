@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
@@ -86,10 +88,11 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
         scores.append(Score("rounding", check.relative_error, check.rounding_bound, where="aggregated gradient"))
     if applied is not None and not applied.changed:
         scores.append(Score("rounding", applied.relative_error, applied.bound, where=APPLIED))
-        expected = applied.expected
-        off = [abs(factor / expected - 1.0) for factor in applied.factors if factor is not None and expected > 0.0]
-        if off and not applied.unscaled_late:
-            scores.append(Score("rounding", max(off), applied.tolerance, where="factor of the applied gradient"))
+        factors = np.array([factor for factor in applied.factors if factor is not None])
+        if len(factors) and applied.expected > 0.0 and not applied.unscaled_late:
+            with np.errstate(all="ignore"):
+                off = max(np.abs(factors / applied.expected - 1.0).tolist())
+            scores.append(Score("rounding", off, applied.tolerance, where="factor of the applied gradient"))
     return tuple(scores)
 
 

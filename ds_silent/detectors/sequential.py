@@ -48,6 +48,8 @@ WITHIN, HISTORY, POOL and CLIP say against which effects the test is strong; the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,9 @@ from ds_silent.detectors.finding import Stored
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Rows = Any  # what picks series
+Ranks = Any  # what picks ranks
+Add = Callable[..., Array]  # of logarithms along an axis
 
 WITHIN = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Shifts, in standard deviations, that the comparison within a step looks for; a shift between two loses little."""
@@ -71,7 +76,11 @@ RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 _TILTS = np.array([*WITHIN, *(-t for t in WITHIN), *HISTORY, *(-t for t in HISTORY)])
 _SIGNS = np.sign(_TILTS)
 _REMEMBERS = np.arange(len(_TILTS)) >= 2 * len(WITHIN)  # components that look at the pool too
+_WITHIN = _TILTS[~_REMEMBERS]
+_SAME = np.array([int(np.flatnonzero(tilt == _WITHIN)[0]) for tilt in _TILTS])  # where WITHIN has each tilt
 _LOG_WEIGHTS = np.log(np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN)))[:, None]
+_TOGETHER = 1 << 18  # numbers whose evidence is made at once: more leave the cache
+_FEW, _ROUGHLY = 1024, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,7 @@ class SequentialTest(Stored):
         cap: log evidence above which a component need not grow.
 
     Attributes:
-        gain: (S, components, N) log L of the newest step; 0 where nothing was compared.
-        taken: (S, components, N) what the slack has taken off it.
+        gain: (S, components, N) log L of the newest step, less the slack; 0 where nothing was compared.
     """
 
     stored = ("evidence", "cusum", "onset", "pool", "pool_steps", "spreads", "spread_steps", "taken")
@@ -102,7 +110,8 @@ class SequentialTest(Stored):
     def __init__(self, series: int, ranks: int, cap: float):
         self.series, self.ranks, self._cap = series, ranks, cap - _LOG_WEIGHTS
         shape = (series, len(_TILTS), ranks)
-        self.gain, self.taken = np.zeros(shape), np.zeros(shape)
+        self.gain = np.zeros(shape)
+        self._slack: Array | None = None
         self._evidence = np.full(shape, -np.inf)  # log M
         self._cusum = np.zeros(shape)
         self._onset = np.zeros(shape, dtype=np.int64)
@@ -126,26 +135,26 @@ class SequentialTest(Stored):
         known = np.isfinite(values)
         known &= ((known & healthy).sum(axis=1) >= 1)[:, None] & (known.sum(axis=1) >= 2)[:, None]
         peers = known & healthy
-        values = np.clip(np.where(known, values, 0.0), -LARGEST, LARGEST)
+        values = clip(np.where(known, values, 0.0), -LARGEST, LARGEST)
         residuals, scales, spreads = self._residuals(values, known, peers)
-        self.gain = gain = self._gain(residuals, known, peers)
-        if slack is not None:
-            self.taken = np.abs(_TILTS)[:, None] * (slack / scales)[:, None, :] * known[:, None, :]
-            gain -= self.taken
-        mask = known[:, None, :]
-        self._onset = np.where(mask & (self._cusum <= 0.0), step, self._onset)
-        self._cusum = np.minimum(np.maximum(self._cusum + gain, 0.0), self._cap)
-        grown = np.minimum(np.logaddexp(0.0, self._evidence) + gain, self._cap)
-        self._evidence = np.where(mask, grown, self._evidence)
-        self._learn(step, residuals, spreads, peers)
+        self._slack = None if slack is None else slack / scales * known
+        sums, rows = np.empty((self.series, len(_TILTS))), max(1, _TOGETHER // (len(_TILTS) * self.ranks))
+        for part in (slice(begin, begin + rows) for begin in range(0, self.series, rows)):
+            sums[part] = self._grow(step, part, residuals[part], known[part], peers[part])
+        self._learn(step, residuals, sums, spreads, peers)
 
-    def log_evidence(self) -> Array:
+    def gained(self, series: int, component: int, rank: int) -> float:
+        """Return the log evidence of the newest step as if there were no slack."""
+        slack = 0.0 if self._slack is None else np.abs(_TILTS[component]) * self._slack[series, rank]
+        return float(self.gain[series, component, rank] + slack)
+
+    def log_evidence(self, rows: Rows = ..., ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(S, N) log of the mean Shiryaev-Roberts evidence; its expectation under the null is the number of steps."""
-        return np.asarray(np.logaddexp.reduce(self._evidence + _LOG_WEIGHTS, axis=1))
+        return np.asarray(add(self._evidence[:, :, ranks][rows] + _LOG_WEIGHTS, axis=-2))
 
-    def log_cusum(self) -> Array:
+    def log_cusum(self, rows: Rows = ..., ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(S, N) log of the mean CUSUM evidence, at least 0: what the newest run of steps says."""
-        return np.asarray(np.logaddexp.reduce(self._cusum + _LOG_WEIGHTS, axis=1))
+        return np.asarray(add(self._cusum[:, :, ranks][rows] + _LOG_WEIGHTS, axis=-2))
 
     def onset(self, series: int, rank: int) -> Onset:
         """Of the strongest component."""
@@ -180,35 +189,53 @@ class SequentialTest(Stored):
             inside, any_known = peers[rows][0], known[rows][0]
             if not any_known.any():
                 continue
-            x = values[rows][:, inside]
-            middle = np.median(x, axis=1)[:, None]
-            whole = x.std(axis=1, ddof=1)[:, None] if x.shape[1] > 1 else np.zeros_like(middle)
-            centre, spread = np.repeat(middle, self.ranks, axis=1), np.repeat(whole, self.ranks, axis=1)
+            x = np.asfortranarray(values[rows]) if inside.all() else values[rows][:, inside]
+            middle = median(x)[:, None]
+            centre, spread = middle, np.zeros_like(middle)
             if x.shape[1] > 1:
-                centre[:, inside], spread[:, inside] = others(x)
-                spreads[rows] = whole[:, 0]
+                centre, spread = others(x)
+                whole = x.std(axis=1, ddof=1)
+                spreads[rows] = whole
+                if not inside.all():
+                    centre, spread = _spread_out(centre, middle, inside), _spread_out(spread, whole[:, None], inside)
             floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
             scale = np.maximum(np.maximum(spread, past[rows][:, None]), floor)
-            deviation = np.clip((values[rows] - centre) / scale, -CLIP, CLIP)
+            deviation = clip((values[rows] - centre) / scale, -CLIP, CLIP)
             residuals[rows], scales[rows] = np.where(any_known, deviation, 0.0), scale
         return residuals, scales, spreads
 
-    def _gain(self, residuals: Array, known: Flags, peers: Flags) -> Array:
-        """(S, components, N) log L of this step, 0 where not known."""
-        exponents = _TILTS[:, None] * residuals[:, None, :]
-        tilted = np.exp(exponents)
+    def _grow(self, step: int, part: slice, residuals: Array, known: Flags, peers: Flags) -> Array:
+        """Add the step's evidence of some series; (series, components) sums of exp(t z) over the peers."""
+        tilted = np.exp(_WITHIN[:, None] * residuals[:, None, :])
+        sums = (tilted if peers.all() else tilted * peers[:, None, :]).sum(axis=2)[:, _SAME]
+        total = sums + self._pool_total[part]
+        count = peers.sum(axis=1)[:, None] + self._pool_count[part, None] * _REMEMBERS
         outsiders = (known & ~peers)[:, None, :]  # flagged ranks: compared with the peers and themselves
-        total = (tilted * peers[:, None, :]).sum(axis=2) + self._pool_total
-        count = peers.sum(axis=1)[:, None] + self._pool_count[:, None] * _REMEMBERS
+        gain = np.multiply(_TILTS[:, None], residuals[:, None, :], out=self.gain[part])
         with np.errstate(divide="ignore", invalid="ignore"):
             if outsiders.any():
-                gain = exponents + np.log(count[:, :, None] + outsiders)
-                gain -= np.log(total[:, :, None] + outsiders * tilted)
+                gain += np.log(count[:, :, None] + outsiders)
+                gain -= np.log(total[:, :, None] + outsiders * tilted[:, _SAME])
             else:  # nearly always, and one logarithm for all ranks
-                gain = exponents + np.log(count)[:, :, None] - np.log(total)[:, :, None]
-        return np.where(known[:, None, :], gain, 0.0)
+                gain += np.log(count)[:, :, None]
+                gain -= np.log(total)[:, :, None]
+        every, mask = bool(known.all()), known[:, None, :]
+        if not every:
+            np.copyto(gain, 0.0, where=~mask)
+        if self._slack is not None:
+            gain -= np.abs(_TILTS)[:, None] * self._slack[part, None, :]
+        evidence, cusum = self._evidence[part], self._cusum[part]
+        np.copyto(self._onset[part], step, where=mask & (cusum <= 0.0))
+        cusum += gain
+        np.minimum(np.maximum(cusum, 0.0, out=cusum), self._cap, out=cusum)
+        grown = np.logaddexp(0.0, evidence, out=evidence if every else None)
+        grown += gain
+        np.minimum(grown, self._cap, out=grown)
+        if not every:
+            np.copyto(evidence, grown, where=mask)
+        return np.asarray(sums)
 
-    def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
+    def _learn(self, step: int, residuals: Array, sums: Array, spreads: Array, peers: Flags) -> None:
         known = np.isfinite(spreads)
         if known.any():  # one rank alone has no spread, and what was known stays
             at = self._taken % SCALES
@@ -216,7 +243,7 @@ class SequentialTest(Stored):
         at = self._taken % len(self._pool)
         self._pool[at] = np.where(peers, residuals, np.nan)
         self._pool_steps[at] = step
-        self._pool_sums[at], self._pool_counts[at] = _tilted_sums(self._pool[at])
+        self._pool_sums[at], self._pool_counts[at] = np.where(_REMEMBERS, sums, 0.0), peers.sum(axis=1)
         self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
         self._taken += 1
 
@@ -250,25 +277,60 @@ def _tilted_sums(pool: Array) -> tuple[Array, Array]:
     return sums, counts
 
 
+def highest(score: Callable[[Ranks, Add], Array], among: Flags) -> tuple[int, float]:
+    """Return the rank with the highest score among some, and its score; rank 0 where all have minus infinity.
+
+    Args:
+        score: gives the scores of some ranks, with what adds up logarithms. Those of many ranks are made roughly first,
+            and exactly of the ranks that are near the highest.
+    """
+    ranks = np.flatnonzero(among)
+    if not len(ranks):
+        return 0, -math.inf
+    if len(ranks) > _FEW:
+        parts = (slice(begin, begin + _FEW) for begin in range(0, len(among), _FEW))
+        rough = np.concatenate([score(part, _log_of_sum) for part in parts])[ranks]
+        if rough.max() == -np.inf:
+            return 0, -math.inf
+        ranks = ranks[~(rough < rough.max() - _ROUGHLY)]  # all of them where one is no number
+    scores = score(ranks, np.logaddexp.reduce)
+    best = int(np.argmax(scores))
+    return 0 if scores[best] == -np.inf else int(ranks[best]), float(scores[best])
+
+
+def _log_of_sum(logs: Array, axis: int) -> Array:
+    largest = max(float(logs.max()), -LARGEST)  # or all would be 0
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.exp(logs - largest).sum(axis=axis)) + largest)
+
+
+def clip(values: Array, low: Array | float, high: Array | float) -> Array:
+    """Return what ``np.clip`` does, which takes four times as long for a few numbers."""
+    return np.asarray(np.minimum(np.maximum(values, low), high))
+
+
+def median(values: Array) -> Array:
+    """Return the medians over the last axis, without NaN; ``np.median`` takes ten times as long for a few numbers."""
+    ordered, count = np.sort(values, axis=-1), values.shape[-1]
+    return np.asarray((ordered[..., (count - 1) // 2] + ordered[..., count // 2]) / 2.0)
+
+
 def median_of_known(values: Array, otherwise: float = 0.0) -> Array:
     """Return the medians over the last axis of what is not NaN; ``otherwise`` where nothing is known."""
     ordered = np.sort(values, axis=-1)  # NaN comes last
     count = np.isfinite(values).sum(axis=-1)
-    low = np.take_along_axis(ordered, np.maximum(count - 1, 0)[..., None] // 2, axis=-1)[..., 0]
-    high = np.take_along_axis(ordered, np.minimum(count // 2, values.shape[-1] - 1)[..., None], axis=-1)[..., 0]
-    return np.where(count > 0, (low + high) / 2.0, otherwise)
+    low, high = np.maximum(count - 1, 0) // 2, np.minimum(count // 2, values.shape[-1] - 1)
+    flat, at = ordered.reshape(-1, values.shape[-1]), np.arange(count.size).reshape(count.shape)
+    return np.where(count > 0, (flat[at, low] + flat[at, high]) / 2.0, otherwise)
 
 
 def others(x: Array) -> tuple[Array, Array]:
     """(S, n) median and standard deviation of the n - 1 *other* values of a row (0 when there is only one other)."""
-    count = x.shape[1]
-    order = np.argsort(x, axis=1, kind="stable")
-    place = np.argsort(order, axis=1)
-    ordered = np.take_along_axis(x, order, axis=1)
-    rest = count - 1
+    ordered, rest = np.sort(x, axis=1), x.shape[1] - 1
 
     def other(index: int) -> Array:
-        return np.take_along_axis(ordered, index + (index >= place), axis=1)
+        here, next_one = ordered[:, index, None], ordered[:, index + 1, None]
+        return np.where(x <= here, next_one, here)
 
     medians = (other((rest - 1) // 2) + other(rest // 2)) / 2
     if rest < 2:
@@ -276,3 +338,10 @@ def others(x: Array) -> tuple[Array, Array]:
     squares = (x - x.mean(axis=1, keepdims=True)) ** 2  # centred first, or they cancel
     left = squares.sum(axis=1, keepdims=True) - squares - squares / rest
     return medians, np.sqrt(np.maximum(left, 0.0) / (rest - 1))
+
+
+def _spread_out(values: Array, rest: Array, inside: Flags) -> Array:
+    """(S, N) with values (S, n) inside, and those of the rest (S, 1) outside."""
+    result = np.repeat(rest, len(inside), axis=1)
+    result[:, inside] = values
+    return result

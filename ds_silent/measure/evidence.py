@@ -64,11 +64,9 @@ class AppliedCheck:
 
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
-        return tuple(
-            rank
-            for rank, factor in enumerate(self.factors)
-            if factor is not None and abs(factor - expected) > tolerance * abs(expected)
-        )
+        factors = np.array(self.factors, dtype=np.float64)  # NaN for None
+        with np.errstate(all="ignore"):
+            return tuple(np.flatnonzero(np.abs(factors - expected) > tolerance * abs(expected)).tolist())
 
 
 def factors_alike(factors: Sequence[float], tolerance: float) -> bool:

@@ -251,10 +251,10 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         beside=context.beside if len(set(gathered.code.objective.tolist())) == 1 else 0,
         non_finite=non_finite,
         zero_gradient=zero,
-        stale_parameters=tuple(int(n) for n in (fired.max() - fired).tolist()),
+        stale_parameters=tuple((fired.max() - fired).long().tolist()),
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
-        micro_batches=tuple(int(n) for n in gathered.loss.count.tolist()),
+        micro_batches=tuple(gathered.loss.count.long().tolist()),
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),
     )
@@ -267,7 +267,7 @@ def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:
         if not on_all(own.known):
             return None
         tokens = own.labels
-    return tuple(int(n) for n in tokens.tolist())
+    return tuple(tokens.long().tolist())
 
 
 def _label_weights(gathered: Gathered, context: Context) -> LabelWeights | None:
