@@ -55,7 +55,7 @@ class _Trial:
     ids: Tensor  # (rows, length), some of them changed
     rows: Tensor  # (rows, 1)
     columns: Tensor  # (rows, places) that may not move
-    valid: Tensor  # (rows, places): the place exists
+    valid: Tensor  # (rows, places): the place holds a token that stays, in a row that is changed
 
 
 class CausalProbe(Rule):
@@ -192,10 +192,9 @@ def _trial(name: str, ids: Tensor, region: Tensor, watched: Tensor, attended: Te
     """Yield a trial, if there is a token to change in the rows of a place to watch."""
     changed = ids.clone()
     changed[region] = _others(ids[region], ids[attended] if bool(attended.any()) else ids.flatten())
-    inside = (watched >= 0) & (watched < ids.shape[1])
-    columns = watched.clamp(0, ids.shape[1] - 1)
+    columns = watched.clamp(0, ids.shape[1] - 1)  # a place that is watched twice counts once
     rows = torch.arange(len(ids), device=ids.device)[:, None]
-    valid = inside & attended[rows, columns] & ~region[rows, columns] & (changed != ids).any(1, keepdim=True)
+    valid = attended[rows, columns] & ~region[rows, columns] & (changed != ids).any(1, keepdim=True)
     kept = valid.any(1).nonzero()[:_ROWS, 0]
     if len(kept):
         yield _Trial(name, changed, rows[kept], columns[kept], valid[kept])

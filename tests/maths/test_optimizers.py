@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,3 +136,39 @@ def test_a_factor_of_the_rate_is_named(factor: float) -> None:
     right, _ = stepped(update, old, UNIT)
     seen = old.weight + factor * (right.weight - old.weight)
     assert explanations(update, old, seen, UNIT)[0] == f"the rate is {factor:.3g} times the group's"
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_factor_is_as_uncertain_as_the_elements_that_show_it(factor: float) -> None:
+    """Rounding has moved two of three alike elements up and one down: their median is none of the three's own."""
+    one = np.ones(3)
+    old, update = Elements(one, one, 1.0, 0.0, 0.0, 0.0), Update("SGD", 0.1)
+    right, error = stepped(update, old, 2.0**-8)
+    change, rounding = right.weight - old.weight, 0.9 * max(1.0, factor) * error
+    seen = old.weight + factor * change + rounding * np.array([1.0, 1.0, -1.0])
+    shown = factor + float((rounding / change)[0])
+    assert explanations(update, old, seen, 2.0**-8) == [f"the rate is {shown:.3g} times the group's"]
+
+
+def test_another_beta1_of_lion_is_named() -> None:
+    old, update = some(), Update("Lion", 0.01, beta1=0.9, beta2=0.99)
+    right, _ = stepped(replace(update, beta1=0.8), old, UNIT)
+    assert explanations(update, old, right.weight, UNIT) == ["beta1 is 0.8 instead of 0.9"]
+
+
+def test_a_coupled_decay_rounds_as_much_as_it_takes_from_the_weight() -> None:
+    """It takes nearly all of the weight here, and fp32 rounds what it takes to more than what is left."""
+    weight = np.random.default_rng(2).standard_normal(2000).astype(np.float32)
+    update, nothing = Update("SGD", 1.0, decay=1.0 - 2.0**-12), np.zeros(2000)
+    rounded = weight - np.float32(update.decay) * weight
+    old = Elements(weight.astype(np.float64), nothing, 1.0, 0.0, 0.0, 0.0)
+    right, error = stepped(update, old, UNIT)
+    off = np.abs(right.weight - rounded)
+    assert float((off / np.abs(right.weight)).max()) > 1000 * UNIT
+    assert bool((off <= error).all())
+
+
+def test_a_step_with_a_rate_of_0_shows_no_unknown_mistake() -> None:
+    update, old = Update("SGD", 0.1), some()
+    shown = [shows("of no list", one, old, old.weight, UNIT) for one in (update, replace(update, rate=0.0))]
+    assert shown == [True, False]

@@ -124,18 +124,20 @@ def test_a_leak_is_told_by_what_is_seen(leak: str, inputs: Inputs, told: list[st
 @pytest.mark.parametrize(
     ("leak", "noise", "dtype", "told"),
     [
-        (1e-6, 0.0, torch.float32, False),  # as rounding
-        (3e-3, 0.0, torch.float32, True),
-        (3e-3, 0.0, torch.bfloat16, False),
-        (0.1, 0.0, torch.bfloat16, True),
-        (0.1, 0.05, torch.float32, False),  # less than eight times what a repetition moves
-        (0.1, 0.001, torch.float32, True),
+        (1e-6, 0.0, "fp32", False),  # as rounding
+        (3e-3, 0.0, "fp32", True),
+        (3e-3, 0.0, "bf16", False),
+        (0.1, 0.0, "bf16", True),
+        (3e-3, 0.0, "autocast", False),
+        (0.1, 0.0, "autocast", True),
+        (0.1, 0.05, "fp32", False),  # less than eight times what a repetition moves
+        (0.1, 0.001, "fp32", True),
     ],
 )
 def test_a_leak_is_told_where_it_is_more_than_rounding_and_the_forward_s_own_noise(
-    leak: float, noise: float, dtype: torch.dtype, told: bool
+    leak: float, noise: float, dtype: str, told: bool
 ) -> None:
-    model: Any = model_of("llama").to(dtype)
+    model: Any = model_of("llama").to(torch.bfloat16 if dtype == "bf16" else torch.float32)
     head, calls = model.lm_head, iter(range(9))
 
     def moved(module: Any, inputs: Any, logits: Tensor) -> Tensor:
@@ -152,7 +154,24 @@ def test_a_leak_is_told_where_it_is_more_than_rounding_and_the_forward_s_own_noi
     inputs = plain()
     inputs["input_ids"][:, -1] = 10
     inputs["input_ids"][:, 10:-1] = 11
-    assert names(model, inputs) == (["later"] if told else [])
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        assert names(model, inputs) == (["later"] if told else [])
+
+
+def test_places_of_padding_are_not_watched() -> None:
+    """Of rows of four tokens behind twenty of padding; what stands at padding attends to the whole row."""
+    inputs = padded()
+    inputs["attention_mask"][:, :-4] = 0
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, PADDING)
+    assert names(model_of("llama", attn_implementation="eager"), inputs) == []
+    assert names(model_of("llama", attn_implementation="sees_all"), inputs) == ["later", "padding"]
+
+
+def test_a_row_whose_tokens_have_no_others_has_no_part() -> None:
+    """Of six rows two can be changed: there is one other token in the whole batch."""
+    ids = torch.full((6, LENGTH), 10)
+    ids[0, 20] = 11
+    assert names(model_of("llama", attn_implementation="sees_all"), {"input_ids": ids, "labels": ids}) == ["later"]
 
 
 @pytest.mark.parametrize(("rows", "told"), [((1.0, 0.0, 0.0, 0.0), 0), ((1.0, 1.0, 0.0, 0.0), 1)])
@@ -256,6 +275,19 @@ def trained(watched: bool, autocast: bool) -> Iterator[Any]:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_random_numbers_and_counters_are_as_without_the_probe(autocast: bool) -> None:
     assert list(trained(True, autocast)) == list(trained(False, autocast))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_that_the_probe_casts_is_kept_for_the_training(cached: bool) -> None:
+    """Versions of torch differ in whether they keep what was cast without gradient."""
+    model: Any = model_of("llama")
+    calls: list[tuple[bool, bool]] = []
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda *_: calls.append((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
+    )
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        assert probed(model, plain()) == ()
+    assert calls == [(False, False)] * 3 + [(True, cached)], "twice as it is, once with other tokens; then the training"
 
 
 # -- in trainings ------------------------------------------------------------------------------------------------------

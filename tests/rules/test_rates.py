@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ds_silent.patches import Patches
-from ds_silent.rules.rates import RateRule
+from ds_silent.rules.rates import TOLERANCE, RateRule
 from ds_silent.rules.rule import Breach
 from ds_silent.rules.schedules import schedule_of
 
@@ -54,6 +54,7 @@ def run(
     behind: Callable[[torch.optim.Optimizer, Any, int], None] = lambda *_: None,
     rates: list[list[float]] | None = None,
     came_with: tuple[float, ...] | None = None,
+    steps: int = STEPS,
 ) -> list[tuple[int, Breach]]:
     """Return what is found; ``change`` comes ahead of the scheduler's step, ``behind`` after it."""
     optimizer = optimizer_of_two()
@@ -63,7 +64,7 @@ def run(
     rule.connect(patches, lambda function, *args: function(*args))
     before = type(scheduler).__dict__.get("step")
     found = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         stand.step = step
         found += [(step, breach) for breach in rule.breaches()]
         if rates is not None:
@@ -366,3 +367,81 @@ def test_a_rate_that_is_too_low_is_told_until_the_script_sets_one(monkeypatch: p
     found = run(of_torch("ExponentialLR", 0.9), behind=by_hand)
     assert [step for step, _ in found] == list(range(2, 21))
     assert {(breach.where, breach.since) for _, breach in found} == {("learning rate of group 1", 2)}
+
+
+def test_a_factor_that_is_no_number_is_not_compared() -> None:
+    assert run(of_torch("LambdaLR", [lambda step: math.nan if step > 3 else 1.0, lambda step: 1.0])) == []
+
+
+def test_what_is_left_of_a_rate_is_compared_with_the_largest_that_it_has_been() -> None:
+    """Torch makes each rate of the last one, in fp32 here, where the factor itself is rounded."""
+
+    def in_fp32(optimizer: torch.optim.Optimizer) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+    rates: list[list[float]] = []
+    assert run(in_fp32, rates=rates, steps=1000) == []
+    assert abs(rates[-1][0] / (BASES[0] * 0.97**999) - 1) > 1.5 * TOLERANCE, "far off for its own size"
+
+
+def test_a_step_that_a_script_names_is_its_own() -> None:
+    """A fraction of an epoch, of which the step that is counted is a part."""
+
+    def name(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+        scheduler.step(step + 0.5)
+
+    def by_keyword(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+        scheduler.step(epoch=step + 0.5)
+
+    rates: list[list[float]] = []
+    assert run(TORCH["exponential"][0], behind=name, rates=rates) == []
+    assert rates[1][0] == pytest.approx(BASES[0] * 0.9**1.5), "the rate is of the fraction"
+    assert run(TORCH["exponential"][0], behind=by_keyword) == []
+
+
+def beside(behind: Callable[[Any, Any, int], None]) -> list[tuple[int, str]]:
+    """Return what is found of the first of two exponential schedulers; ``behind`` is called with both after a step."""
+    optimizers, patches = [optimizer_of_two(), optimizer_of_two()], Patches()
+    own, other = schedulers = [lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+    stand = Stand(optimizers, [own])
+    rule = RateRule(stand)  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *args: function(*args))
+    found = []
+    for stand.step in range(1, 7):
+        found += [(stand.step, breach.key) for breach in rule.breaches()]
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        behind(own, other, stand.step)
+    patches.undo()
+    return found
+
+
+def test_a_step_that_another_scheduler_is_given_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lr_scheduler.ExponentialLR, "get_lr", slower)
+    found = beside(lambda own, other, step: other.step(2))
+    assert found == [(step, "rate:ExponentialLR:1") for step in range(2, 7)]
+
+
+def test_a_step_of_another_scheduler_is_none_of_a_step_that_a_script_has_set() -> None:
+    def back(own: Any, other: Any, step: int) -> None:
+        if step == 3:
+            own.last_epoch = 1
+            other.step()
+
+    assert beside(back) == []
+
+
+@pytest.mark.parametrize("name", ["step", "exponential", "cosine", "linear"])
+def test_rates_that_a_script_has_set_before_it_is_observed_are_its_own(name: str) -> None:
+    def begun(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = TORCH[name][0](optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.3
+        optimizer.step()
+        scheduler.step()
+        return scheduler
+
+    assert run(begun) == []
