@@ -52,7 +52,8 @@ KERNELS = {
 
 def family(kind: type) -> list[type]:
     """A class and all below it."""
-    return [kind, *(one for child in kind.__subclasses__() for one in family(child))]
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(one for child in children for one in family(child))]
 
 
 class Counts:
