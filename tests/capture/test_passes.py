@@ -30,11 +30,9 @@ PASSES = {
     "local: sketch": Fraction(1),
     "reduced: sketch": Fraction(1, 2),  # its share
     "observation: checksum": Fraction(1),
-    "applied: sketch": Fraction(1, 2),  # its share
 }
-"""Of a measured step, as multiples of the gradient's bytes, of a rank out of two."""
+"""Of a measured step, as multiples of the gradient's bytes, of a rank out of two; what is applied was read before."""
 CALLS = {"local: add": 13, "reduced: add_all": 1, "reduced: take": 2, "observation: checksum": 1}
-CALLS |= {"applied: add_all": 1, "after the step: take": 1}
 """Of a measured step, on each rank; the model has 13 trainable parameters."""
 MOMENTS = {
     "local": (StepMoments, "gradient"),
