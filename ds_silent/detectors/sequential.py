@@ -80,7 +80,7 @@ _WITHIN = _TILTS[~_REMEMBERS]
 _SAME = np.array([int(np.flatnonzero(tilt == _WITHIN)[0]) for tilt in _TILTS])  # where WITHIN has each tilt
 _LOG_WEIGHTS = np.log(np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN)))[:, None]
 _TOGETHER = 1 << 18  # numbers whose evidence is made at once: more leave the cache
-_FEW, _ROUGHLY = 1024, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
+_FEW, _ROUGHLY = 256, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
 
 
 @dataclass(frozen=True)
