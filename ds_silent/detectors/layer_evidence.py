@@ -154,20 +154,20 @@ class LayerEvidence:
         count = np.repeat(peers.sum(axis=1)[None].astype(float), len(self.gain), axis=0)
         total = np.zeros_like(count)
         for part in self._parts():
-            gain = self.gain[:, :, part]
-            quarter = np.exp(residuals[:, part] / 4.0)
-            whole = np.square(np.square(quarter))
-            four = np.square(np.square(whole))
-            up = np.stack([quarter, whole, four])
-            down = 1.0 / up
-            gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
-            own = peers[:, part]
-            total += gain.sum(axis=2) if own.all() else np.einsum("csr,sr->cs", gain, own.astype(float))
+            up = np.empty((len(WITHIN), *residuals[:, part].shape))
+            np.exp(residuals[:, part] / 4.0, out=up[0])
+            np.square(np.square(up[0]), out=up[1])
+            np.square(np.square(up[1]), out=up[2])
+            down, own = 1.0 / up, peers[:, part]
+            sums = (_sum_over(up, own), _sum_over(down, own))
+            total += np.concatenate([*sums, sums[0][1:], sums[1][1:]])
             if slack is not None:  # off every bet
                 bet = np.exp(-slack[:, part] / 4.0)
                 less = np.stack([bet, bet**4, bet**16])
-                for tilts in (gain[:3], gain[3:6], gain[6:8], gain[8:]):
-                    tilts *= less[-len(tilts) :]
+                up *= less
+                down *= less
+            gain = self.gain[:, :, part]
+            gain[:3], gain[3:6], gain[6:8], gain[8:] = up, down, up[1:], down[1:]
         total[_REMEMBERS] += self._past.sum(axis=0)
         count[_REMEMBERS] += self._past_counts.sum(axis=0)
         for part in self._parts():
@@ -186,15 +186,18 @@ class LayerEvidence:
             gain *= (count[:, :, None] + outsiders) / np.maximum(total[:, :, None] + outsiders * gain, 1e-300)
         else:
             gain *= (count / np.maximum(total, 1e-300))[:, :, None]
-        if not known.all():
+        every = bool(known.all())
+        if not every:
             gain[:, ~known] = np.nan
         cusum, since = self._cusum[:, :, part], self._since[:, :, part]
-        since[cusum <= 1.0] = step
-        np.clip(cusum * np.where(known, gain[_MIDDLE], 1.0), 1.0, MOST, out=cusum)
-        grown = evidence + 1.0
+        np.copyto(since, step, where=cusum <= 1.0)
+        cusum *= gain[_MIDDLE] if every else np.where(known, gain[_MIDDLE], 1.0)
+        np.minimum(np.maximum(cusum, 1.0, out=cusum), MOST, out=cusum)
+        grown = np.add(evidence, 1.0, out=evidence if every else None)
         grown *= gain
         np.minimum(grown, MOST, out=grown)
-        evidence[...] = grown if known.all() else np.where(known, grown, evidence)
+        if not every:
+            np.copyto(evidence, grown, where=known)
         self.of_series[:, part] = np.einsum("c,csr->sr", _WEIGHTS, evidence)
 
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
@@ -210,6 +213,11 @@ class LayerEvidence:
             self._past[at, place] = tilted.sum(axis=1)
         self._past_counts[at], self._past_steps[at] = peers.sum(axis=1), step
         self._taken += 1
+
+
+def _sum_over(values: Array, own: Flags) -> Array:
+    """(C, S) sums of (C, S, N) values over a series' own ranks, (S, N)."""
+    return np.asarray(values.sum(axis=2) if own.all() else np.einsum("csr,sr->cs", values, own.astype(float)))
 
 
 def _others(own: Array) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.layer_evidence import LayerEvidence
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import Array, Flags
+from ds_silent.detectors.sequential import Array, Flags, clip, median
 from ds_silent.detectors.symptoms import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import LayerValues
 from ds_silent.records import Event, Score, Severity
@@ -313,7 +313,7 @@ def _others_moved(flag: LayerFlag) -> bool:
 def _values(seen: LayerValues, label_tokens: Sequence[float] | None, ranks: int) -> Array:
     """(S + 1, N): sizes, directions, and last the label tokens."""
     with np.errstate(all="ignore"):
-        rows = [np.clip(_against_others(seen.log_norms), -ZERO, ZERO).T]
+        rows = [clip(_against_others(seen.log_norms), -ZERO, ZERO).T]
         if seen.cosines is not None:
             rows.append(_against_others(seen.cosines).T)
         tokens = np.full(ranks, np.nan) if label_tokens is None else np.log(np.asarray(label_tokens, float))
@@ -335,6 +335,6 @@ def _against_others(values: Array) -> Array:
     """(N, L) minus each rank's median of its other layers; of all its layers where there are many."""
     count = values.shape[1]
     if count > 8:
-        return np.asarray(values - np.median(values, axis=1, keepdims=True))
+        return np.asarray(values - median(values)[:, None])
     others = np.stack([np.delete(values, layer, axis=1) for layer in range(count)], axis=1)
-    return np.asarray(values - np.median(others, axis=2))
+    return np.asarray(values - median(others))

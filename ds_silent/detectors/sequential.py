@@ -80,7 +80,7 @@ _WITHIN = _TILTS[~_REMEMBERS]
 _SAME = np.array([int(np.flatnonzero(tilt == _WITHIN)[0]) for tilt in _TILTS])  # where WITHIN has each tilt
 _LOG_WEIGHTS = np.log(np.where(_REMEMBERS, 0.25 / len(HISTORY), 0.25 / len(WITHIN)))[:, None]
 _TOGETHER = 1 << 18  # numbers whose evidence is made at once: more leave the cache
-_FEW, _ROUGHLY = 1024, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
+_FEW, _ROUGHLY = 256, 1e-6  # ranks whose scores are made at once; more than the error of one that is made roughly
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,23 @@ class SequentialTest(Stored):
 
     def _grow(self, step: int, part: slice, residuals: Array, known: Flags, peers: Flags) -> Array:
         """Add the step's evidence of some series; (series, components) sums of exp(t z) over the peers."""
+        gain, sums = self._gain(part, residuals, known, peers)
+        if self._slack is not None:
+            gain -= np.abs(_TILTS)[:, None] * self._slack[part, None, :]
+        mask, evidence, cusum = known[:, None, :], self._evidence[part], self._cusum[part]
+        np.copyto(self._onset[part], step, where=mask & (cusum <= 0.0))
+        cusum += gain
+        np.minimum(np.maximum(cusum, 0.0, out=cusum), self._cap, out=cusum)
+        every = bool(known.all())
+        grown = np.logaddexp(0.0, evidence, out=evidence if every else None)
+        grown += gain
+        np.minimum(grown, self._cap, out=grown)
+        if not every:
+            np.copyto(evidence, grown, where=mask)
+        return sums
+
+    def _gain(self, part: slice, residuals: Array, known: Flags, peers: Flags) -> tuple[Array, Array]:
+        """(series, components, N) log L of this step, 0 where not known; see :meth:`_grow`."""
         tilted = np.exp(_WITHIN[:, None] * residuals[:, None, :])
         sums = (tilted if peers.all() else tilted * peers[:, None, :]).sum(axis=2)[:, _SAME]
         total = sums + self._pool_total[part]
@@ -219,21 +236,9 @@ class SequentialTest(Stored):
             else:  # nearly always, and one logarithm for all ranks
                 gain += np.log(count)[:, :, None]
                 gain -= np.log(total)[:, :, None]
-        every, mask = bool(known.all()), known[:, None, :]
-        if not every:
-            np.copyto(gain, 0.0, where=~mask)
-        if self._slack is not None:
-            gain -= np.abs(_TILTS)[:, None] * self._slack[part, None, :]
-        evidence, cusum = self._evidence[part], self._cusum[part]
-        np.copyto(self._onset[part], step, where=mask & (cusum <= 0.0))
-        cusum += gain
-        np.minimum(np.maximum(cusum, 0.0, out=cusum), self._cap, out=cusum)
-        grown = np.logaddexp(0.0, evidence, out=evidence if every else None)
-        grown += gain
-        np.minimum(grown, self._cap, out=grown)
-        if not every:
-            np.copyto(evidence, grown, where=mask)
-        return np.asarray(sums)
+        if not known.all():
+            np.copyto(gain, 0.0, where=~known[:, None, :])
+        return gain, np.asarray(sums)
 
     def _learn(self, step: int, residuals: Array, sums: Array, spreads: Array, peers: Flags) -> None:
         known = np.isfinite(spreads)
@@ -310,9 +315,10 @@ def clip(values: Array, low: Array | float, high: Array | float) -> Array:
 
 
 def median(values: Array) -> Array:
-    """Return the medians over the last axis, without NaN; ``np.median`` takes ten times as long for a few numbers."""
-    ordered, count = np.sort(values, axis=-1), values.shape[-1]
-    return np.asarray((ordered[..., (count - 1) // 2] + ordered[..., count // 2]) / 2.0)
+    """Return the ``np.median`` of the last axis, which takes five times as long for a few numbers."""
+    ordered, half = np.sort(values, axis=-1), values.shape[-1] // 2
+    middle = ordered[..., half] if values.shape[-1] % 2 else (ordered[..., half - 1] + ordered[..., half]) / 2.0
+    return np.where(np.isnan(ordered[..., -1]), np.nan, middle)  # NaN comes last
 
 
 def median_of_known(values: Array, otherwise: float = 0.0) -> Array:
