@@ -2,7 +2,7 @@
 
     known = known_form(optimizer)            # None: not checked
     known.update(optimizer, group)           # ds_silent.maths.optimizers.Update; None where it cannot be read
-    known.steps(optimizer, group, parameter) # the number of the step to come
+    known.step(optimizer, group, parameter)  # the number of the step to come
 
 Classes are known by their own name and never by their ancestors: a class that derives from one of them may have a
 formula of its own.

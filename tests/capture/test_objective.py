@@ -5,6 +5,8 @@ The expected weights are worked out by hand from the formula of each loss; whoev
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,6 +134,33 @@ def test_micro_batches_add_up_and_another_models_backward_does_not_count() -> No
     assert objective.numbers().count == 2.0
     objective.start()
     assert objective.numbers().known == objective.numbers().count == 0.0
+
+
+class _Kept:
+    """What a graph has saved of a tensor, and dies with it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor.detach()  # an output that keeps its own graph would never die
+
+
+def test_nothing_of_a_graph_outlives_its_backward() -> None:
+    kept: list[weakref.ref[_Kept]] = []
+
+    def pack(tensor: Tensor) -> _Kept:
+        packed = _Kept(tensor)
+        kept.append(weakref.ref(packed))
+        return packed
+
+    objective = LocalObjective()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+        loss = smoother(_logits())
+    objective.begins(loss, own=True)
+    loss.backward(retain_graph=True)  # else the backward itself lets it go
+    assert any(one() is not None for one in kept)
+    del loss
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+    assert objective.structure
 
 
 def test_a_graph_that_is_kept_counts_once_for_each_backward() -> None:

@@ -105,6 +105,8 @@ BROKEN = {
     "and the wrapper's own number": (weights(0.25, wrapper=0.25, promise=AS_GIVEN), "is 0.25 times that of the losses"),
     "the Trainer undoes a division": (weights(4.0, **UNDONE), "before that the loss is multiplied by 4. transformers'"),
     "the Trainer's, given to an engine": (weights(0.25, trainer=TRAINER, **GIVEN), "transformers' Trainer promises"),
+    "a mean that is maximised": (weights(-0.25, times=-1.0, promise=ENGINE, wrapper=-0.25), "is 0.25 times that of"),
+    "items of labels that are maximised": (weights(-0.9482, **ITEMS | {"times": -3.0}), "divided as for 309 labels"),
     "bf16": (weights(0.2505, promise=ENGINE, wrapper=0.25), "0.2505 times"),
 }
 SILENT = {
@@ -151,6 +153,16 @@ SILENT = {
     "a factor, and the wrapper divides": weights(4.0, **UNDONE | {"times": 2.0}),
     "a factor, and no division": weights(4.0, **UNDONE | {"wrapper": 1.0}),
     "a factor, and a division by another number": weights(4.0, **UNDONE | {"times": 8.0, "wrapper": 0.125}),
+    "a mean that is maximised": weights(-1.0, times=-1.0, promise=ENGINE, wrapper=-0.25),
+    "the items of each rank, in bf16": weights(
+        reductions=frozenset({SUM}),
+        by_items=True,
+        smallest=np.array([0.01, 0.02, 0.03]),
+        largest=np.array([0.0101, 0.0202, 0.0303]),
+    ),
+    "items, a factor, and labels that do not count alike": weights(
+        0.7, **ITEMS | {"times": 2.1}, smallest=np.full(3, 0.01), largest=np.full(3, 0.03)
+    ),
     "a mean of means": weights(smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3), promise=TRAINER),
     "items, and labels with weights of their own": weights(
         reductions=frozenset({EACH}), by_items=True, smallest=np.array([0.01] * 3), largest=np.array([0.03] * 3)
@@ -161,6 +173,7 @@ NOTED = {
     "divided twice": (weights(0.25, (4.0, 4.0)), "divided by the 4 micro-batches twice"),
     "divided by the ranks": (weights(1 / 3, (4.0, 3.0)), "divided by the 3 ranks"),
     "multiplied by the ranks": (weights(3.0, times=3.0), "multiplied by the 3 ranks"),
+    "added up and maximised": (weights(-4.0, (), times=-1.0), "added up and not divided"),
     "both at once": (weights(1 / 12, (4.0, 4.0, 3.0)), "twice, and they are divided by the 3 ranks"),
     "by the ranks, beside a promise of another": (weights(1 / 3, (3.0,), promise=ENGINE, wrapper=0.25), "3 ranks"),
 }
@@ -171,7 +184,7 @@ def test_a_broken_promise_is_told_at_its_first_step_and_once(name: str) -> None:
     wrong, says = BROKEN[name]
     [event] = told(weights(), wrong, wrong, replace(wrong, backwards=frozenset({4})), wrong)
     assert (event.step, event.kind, event.severity, event.ranks) == (2, "objective-mismatch", "warning", ())
-    assert event.effect == pytest.approx(float(wrong.totals.mean()))
+    assert event.effect == pytest.approx(abs(float(wrong.totals.mean())))
     assert says in event.message
 
 
@@ -208,6 +221,10 @@ def test_items_promise_that_labels_count_alike() -> None:
     [event] = told(alike, unequal, unequal)
     assert (event.step, event.kind, event.severity, event.effect) == (2, "objective-mismatch", "warning", 2.0)
     assert "one counts 2 times another" in event.message
+    by_rank = replace(
+        alike, totals=np.array([0.75, 0.75, 1.5]), smallest=np.array([1, 1, 2]), largest=np.array([1, 1, 2])
+    )
+    assert [event.effect for event in told(by_rank)] == [2.0], "each rank's count alike, and not those of two"
 
 
 def test_a_short_window_ends_nothing() -> None:

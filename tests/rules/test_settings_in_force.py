@@ -92,6 +92,40 @@ def test_what_schedules_write_and_what_json_cannot_is_not_listed_as_a_setting() 
     assert settings_in_force(Stand(model, [plain], given=[scheduler]))["lr"] == (0.1, "framework")  # type: ignore[arg-type]
 
 
+class OwnDefaults(torch.optim.AdamW):
+    """Pass on what it is given, with another default for one value and a value more."""
+
+    def __init__(self, params: Any, lr: float = 0.05, own: int = 3, **given: Any):
+        super().__init__(params, lr=lr, **given)
+        for group in self.param_groups:
+            group["own"] = own
+
+
+def test_the_defaults_of_ancestors_are_those_of_what_is_passed_on() -> None:
+    model = nn.Linear(2, 2)
+    found = settings_in_force(Stand(model, [OwnDefaults(model.parameters(), weight_decay=0.3)]))  # type: ignore[arg-type]
+    assert {name: found[name] for name in ("lr", "own", "betas", "weight_decay", "decoupled_weight_decay")} == {
+        "lr": (0.05, "default"),  # its own, and not AdamW's
+        "own": (3, "default"),
+        "betas": ([0.9, 0.999], "default"),  # AdamW's
+        "weight_decay": (0.3, "yours"),
+        "decoupled_weight_decay": (True, "framework"),  # what AdamW says to Adam, to which it passes nothing on
+    }
+    assert settings_in_force(Stand(model, [OwnDefaults(model.parameters(), lr=1e-3)]))["lr"] == (1e-3, "yours")  # type: ignore[arg-type]
+
+
+def test_a_tensor_is_read_on_the_host_alone() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    optimizer.param_groups[0] |= {"momentum": torch.tensor(0.1, device="meta"), "dampening": torch.ones(2)}
+    found = settings_in_force(Stand(model, [optimizer]))  # type: ignore[arg-type]
+    assert {name: found[name] for name in ("lr", "momentum", "dampening")} == {
+        "lr": (0.5, "yours"),
+        "momentum": ("on the device", "yours"),
+        "dampening": ("on the device", "yours"),
+    }
+
+
 def trainings(directory: Path) -> None:
     engine = training.build(Case(1, "bf16", clipping=0.5, accumulation=2), directory / "zero")
     training.one_step(engine, torch.Generator().manual_seed(dist.get_rank()))

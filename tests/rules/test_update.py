@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ FORMS = {
 FUSED = ("sgd", "sgd-momentum", "adam-decay", "adam-amsgrad", "adamw", "adagrad-begun")
 
 
-def with_form(make: Make, **form: bool) -> Make:
+def with_form(make: Make, **form: Any) -> Make:
     def made(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = make(model)
         for group in optimizer.param_groups:
@@ -167,6 +168,66 @@ def test_deepspeeds_kernels_do_what_the_formulas_say(name: str, changed: dict[st
     script = Script(by(getattr(deepspeed.ops.adam, kind), lr=1e-3, weight_decay=0.1, **mode, **settings), dtype)
     assert script.run(12) == []
     assert not script.judged._whole, "something was judged"
+
+
+def launch_by_hand(chunk: int, flag: Tensor, lists: Lists, rate: float, beta1: float, beta2: float, *more: Any) -> None:
+    """Stand for a launch of DeepSpeed's fused kernel: AdamW, the naive way."""
+    eps, step, _, corrects, decay = more
+    for gradient, weight, first, second in zip(*lists, strict=True):
+        weight.data.mul_(1 - rate * decay)
+        first.copy_(beta1 * first + (1 - beta1) * gradient)
+        second.copy_(beta2 * second + (1 - beta2) * gradient**2)
+        one, two = (1 - beta**step if corrects else 1.0 for beta in (beta1, beta2))
+        weight.data.sub_(rate * first / one / ((second / two).sqrt() + eps))
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Make]:
+    """DeepSpeed's FusedAdam as it counts its steps, whether or not its kernel is built."""
+    from deepspeed.ops.adam import fused_adam
+
+    kernel = SimpleNamespace(load=lambda: SimpleNamespace(multi_tensor_adam=launch_by_hand))
+    monkeypatch.setattr(fused_adam, "FusedAdamBuilder", lambda: kernel)
+    return partial(by, fused_adam.FusedAdam, lr=1e-3, weight_decay=0.1)
+
+
+def without_last(script: Script, step: int) -> None:
+    script.optimizer.param_groups[0]["params"][-1].grad = None
+
+
+def test_fused_adam_steps_by_the_counter_of_its_last_tensor_with_a_gradient(fused: Callable[..., Make]) -> None:
+    script = Script(fused(), change=without_last)
+    assert script.run(6) == []
+    assert not script.judged._whole, "something was judged"
+    counters = [state["step"] for state in script.optimizer.state.values()]
+    assert counters == [0] * 6 + [6], "of the seven that have had a gradient"
+
+
+def test_fused_adam_begins_with_the_count_of_an_older_checkpoint(fused: Callable[..., Make]) -> None:
+    """Whose moments it does not have: that alone is told."""
+    [key] = {breach.key for _, breach in Script(with_form(fused(), step=7)).run(4)}
+    assert key == "update:FusedAdam:count"
+
+
+def test_fused_adam_of_several_dtypes_is_not_judged(fused: Callable[..., Make]) -> None:
+    """Each dtype's launch moves the last tensor's counter on: the others' steps are not known."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        model.register_parameter("extra", nn.Parameter(torch.ones(50, dtype=torch.bfloat16)))
+        return fused()(model)
+
+    def change(script: Script, step: int) -> None:
+        script.model.extra.grad = torch.ones(50, dtype=torch.bfloat16)  # type: ignore[union-attr]
+
+    script = Script(make, change=change)
+    assert script.run(6) == []
+    assert script.judged._whole, "nothing was judged"
+
+
+def test_a_fused_adam_that_corrects_no_bias_cannot_count_ahead(fused: Callable[..., Make]) -> None:
+    corrects, leaves = (Script(emptied(fused(bias_correction=on))).run(4) for on in (True, False))
+    assert {breach.key for _, breach in corrects} == {"update:FusedAdam:count"}
+    assert leaves == []
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import ds_silent
 from ds_silent.framework import GatheredPiece, WeightCopy
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
+from ds_silent.rules import weights_in_use
 from ds_silent.rules.batch import EVERY, LOOKED_AT
 from ds_silent.rules.weights_in_use import SAMPLES, GatheredWeights, WeightsInUse, unequal_samples
 from ds_silent.sinks.jsonl import read_events
@@ -151,7 +152,14 @@ def test_looks_come_again_and_what_is_mended_is_over() -> None:
     assert found == [0] * EVERY + [1] * EVERY + [0] * LOOKED_AT
 
 
-def test_pieces_of_several_dtypes_are_named_each() -> None:
+def test_pieces_of_several_dtypes_are_named_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[str] = []
+
+    def unequal(copies: list[WeightCopy], look: int) -> Tensor:
+        together.append("".join(copy.name for copy in copies))
+        return unequal_samples(copies, look)
+
+    monkeypatch.setattr(weights_in_use, "unequal_samples", unequal)
     masters = {name: torch.linspace(-3, 3, size) for name, size in (("a", 5), ("b", 200), ("c", 7), ("d", 64))}
     copies = [
         WeightCopy(name, values.to(torch.float16 if name in "bd" else torch.bfloat16), values)
@@ -162,6 +170,7 @@ def test_pieces_of_several_dtypes_are_named_each() -> None:
     assert rule.breaches() == ()
     copies[2].weights[6] = 9.0
     assert [(breach.where, breach.since) for breach in rule.breaches()] == [("c", 1)]
+    assert together == ["ac", "bd"] * 2, "a comparison for each dtype, and not for each piece"
 
 
 def test_whole_groups_are_cut_into_their_parameters() -> None:
@@ -228,3 +237,17 @@ def test_a_rank_without_a_piece_of_a_weight_says_nothing() -> None:
     assert gathers.asked == 1
     assert gathers.rule._names == []
     gathers.patches.undo()
+
+
+def test_a_look_at_several_modules_is_of_the_step_of_the_first() -> None:
+    modules, shard = [nn.Identity(), nn.Identity()], torch.zeros(6)
+    gathered = [GatheredPiece(name, one, lambda: (shard + 1, shard)) for name, one in zip("ab", modules, strict=True)]
+    framework: Any = SimpleNamespace(step=5, gathered=lambda: gathered)
+    rule, patches = GatheredWeights(framework), Patches()
+    rule.connect(patches, lambda function, *given: function(*given))
+    modules[0](shard)
+    framework.step = 6
+    modules[1](shard)
+    assert [(breach.where, breach.since) for breach in rule.breaches()] == [("a", 5)]
+    assert ": a, b." in rule.breaches()[0].message
+    patches.undo()
