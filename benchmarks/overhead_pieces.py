@@ -179,9 +179,9 @@ def table_of(found: Rank, title: str) -> Table:
 
 
 def pieces_of(found: Rank) -> list[str]:
-    """Those of the training's thread."""
+    """Those of the training's thread that come in the typical step."""
     names = dict.fromkeys(name for step in found.cpu for name in step)
-    return [name for name in names if name not in (JUDGE, WRITER)]
+    return [name for name in names if name not in (JUDGE, WRITER) and typical(found.cpu, name, "calls") > 0]
 
 
 def sums_of(found: Rank) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable
 
 import torch
-from pieces import PIECES, Cost, Counted, Pieces, Spent, functions_of, handed_over, installed
+from pieces import PIECES, Cost, Counted, Pieces, Spent, Split, functions_of, handed_over, installed
 
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.maths.sketch import make_plan
@@ -145,3 +147,31 @@ def test_what_is_no_tensor_hands_nothing_over() -> None:
     assert handed_over(pieces, Kernel.__call__)(Kernel(), [None, torch.ones(3)], index=7) == 7
     pieces.leave()
     assert pieces.spent["one"].gradient == 12
+
+
+def test_functions_of_torch_and_of_ctypes_are_compiled_code_and_nothing_else_is() -> None:
+    library, values = ctypes.CDLL(None), torch.ones(1 << 16)
+    own: dict[str, Callable[[], object]] = {
+        "torch": lambda: values.sum(),
+        "ctypes": lambda: library.getpid(),
+        "Python": lambda: sum(values.shape),
+    }
+    counted, split = Pieces(Clock(), Counted), Pieces(Clock(), Split)
+    for pieces in (counted, split):
+        with installed(pieces):
+            for name, act in own.items():
+                pieces.wrapped(act, name)()
+            own["torch"](), own["ctypes"]()  # of nobody's piece
+    assert {name: spent.operations for name, spent in counted.spent.items()} == {"torch": 1, "ctypes": 1, "Python": 0}
+    assert {name: spent.moved for name, spent in counted.spent.items()} == {
+        "torch": 4 * (1 << 16) + 4,
+        "ctypes": 0,
+        "Python": 0,
+    }
+    assert {name: spent.compiled > 0 for name, spent in split.spent.items()} == {
+        "torch": True,
+        "ctypes": True,
+        "Python": False,
+    }
+    assert library.getpid() == os.getpid()
+    assert "__call__" not in vars(library._FuncPtr)
