@@ -289,7 +289,7 @@ def highest(score: Callable[[Ranks, Add], Array], among: Flags) -> tuple[int, fl
         score: gives the scores of some ranks, with what adds up logarithms. Those of many ranks are made roughly first,
             and exactly of the ranks that are near the highest.
     """
-    ranks = np.flatnonzero(among)
+    ranks = among.nonzero()[0]
     if not len(ranks):
         return 0, -math.inf
     if len(ranks) > _FEW:
