@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
@@ -131,8 +129,9 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _zero(record: StepRecord, extras: Evidence) -> set[int]:
-    norms = np.array(record.grad_norm.per_rank or ())
-    return set(np.flatnonzero(norms == 0.0).tolist()) | set(extras.zero_gradient)
+    norms = record.grad_norm.per_rank or ()
+    zero = {rank for rank, norm in enumerate(norms) if norm == 0.0} if 0.0 in norms else set()
+    return zero | set(extras.zero_gradient)
 
 
 def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:
@@ -164,7 +163,9 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 
 def _not_finite(values: Sequence[float] | None) -> set[int]:
-    return set(np.flatnonzero(~np.isfinite(np.array(values or (), dtype=np.float64))).tolist())
+    if all(map(math.isfinite, values or ())):  # nearly always
+        return set()
+    return {rank for rank, value in enumerate(values or ()) if _bad(value)}
 
 
 def _bad(value: float | None) -> bool:

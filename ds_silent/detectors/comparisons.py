@@ -124,7 +124,7 @@ class Explained(Stored):
     def _coefficients(self) -> Array:
         moments, cross = self._moments[:-1, :-1], self._moments[:-1, -1]
         own = moments.diagonal()
-        result, used = np.zeros(len(own)), np.flatnonzero(own > 0.0)
+        result, used = np.zeros(len(own)), (own > 0.0).nonzero()[0]
         if len(used):
             scale = np.sqrt(own[used])
             correlations = moments[used[:, None], used] / (scale[:, None] * scale) + RIDGE * np.eye(len(used))
@@ -220,7 +220,7 @@ class AgainstOwnPast(_Comparison):
 
     def step(self, step: int, columns: Array, healthy: Flags) -> None:
         """Add the evidence of one step: (4, N), NaN where not known."""
-        values = np.tile(columns, (len(WINDOWS), 1))
+        values = np.concatenate([columns] * len(WINDOWS))
         moved = self._past.moved(values)
         ways, rest = moved.reshape(len(WINDOWS), *columns.shape), moved.copy()
         for row, (explained, covariates) in enumerate(zip(self._explained, _COVARIATES, strict=True)):

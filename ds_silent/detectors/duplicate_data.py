@@ -312,6 +312,8 @@ def _same(record: StepRecord, group: tuple[int, ...]) -> Finding:
 
 def groups(pairs: Collection[Pair]) -> list[tuple[int, ...]]:
     """Return the connected components, each sorted, in order of their first rank."""
+    if not pairs:  # nearly always
+        return []
     ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
     return _connected(int(ends.max(initial=-1)) + 1, ends[:, 0], ends[:, 1])
 

@@ -189,7 +189,7 @@ class Weigher:
             self._highest[1] = self._highest[0]
         known = healthy & np.isfinite(loss)
         early = np.isfinite(loss) & (self._first[1] < FIRST)
-        self._first[:, early] += np.stack([loss, np.ones(self._ranks)])[:, early]
+        self._first[:, early] += np.array([loss, np.ones(self._ranks)])[:, early]
         self._highest[0, known] = np.maximum(self._highest[0], loss)[known]
 
     def plain(self, rank: int, since: int) -> bool:

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ds_silent.detectors.sequential import Array, Flags, median_of_known
+from ds_silent.detectors.sequential import Array, Flags, clip, median_of_known
 
 WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 """Tilts. Shifts between two of them lose a quarter of their speed at most."""
@@ -147,8 +147,9 @@ class LayerEvidence:
                 whole = median_of_known(np.abs(own - middle), np.nan) * OF_NORMAL
                 spread = whole[:, None]
         floor = RESOLUTION * np.maximum(np.abs(middle), RESOLUTION)
-        scale = np.maximum(np.maximum(np.nan_to_num(spread), past), floor)
-        return np.clip((values - np.nan_to_num(middle)) / scale, -CLIP, CLIP), whole, scale
+        scale = np.maximum(np.fmax(spread, past), floor)
+        middle = np.where(np.isnan(middle), 0.0, middle)
+        return clip((values - middle) / scale, -CLIP, CLIP), whole, scale
 
     def _grow(self, step: int, residuals: Array, known: Flags, peers: Flags, slack: Array | None) -> None:
         count = np.repeat(peers.sum(axis=1)[None].astype(float), len(self.gain), axis=0)

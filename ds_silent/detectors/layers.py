@@ -113,7 +113,7 @@ class LayerTest:
         if self._own is not None:
             self._sizes_before.append((step, values[: self._directions].astype(np.float32)))
             moved = self._own.moved(values)
-            self._moves += (np.nan_to_num(moved[:-1]) - self._moves) / NEWEST
+            self._moves += (np.where(np.isnan(moved[:-1]), 0.0, moved[:-1]) - self._moves) / NEWEST
             values, slack = self._own.step(moved, values, healthy)
         self._test.step(step, values, healthy, slack)
         compared = tokens[np.isfinite(tokens) & healthy]

@@ -91,12 +91,12 @@ class OutlierTest:
             loss, norms = _column(record.loss.per_rank, self.ranks), _column(record.grad_norm.per_rank, self.ranks)
             usual, least = (1.0, 1) if self._random else (self._usual[0], LASTING)
             healthy = self._unflagged(notes=True)
-            losses, lengths = np.stack([loss, norms]) / usual
+            losses, lengths = np.array([loss, norms]) / usual
             apart = self._at_once.step(record.step, losses, lengths, tokens, healthy, least)
             self.scores = self._at_once.scores
             if apart is not None:  # before anything learns from it
                 self._flag_at_once(apart, record.step, healthy)
-            columns = np.stack([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
+            columns = np.array([loss, np.log(norms), _column(record.direction.per_rank, self.ranks), np.log(tokens)])
             healthy = self._unflagged()
             self._level.step(record.step, columns, healthy, bool(self._random))
             if self._change is not None:

@@ -123,7 +123,7 @@ class OwnPast(Stored):
         typical = median_of_known(np.where(peers & (self._count > 0), self._square, np.nan))[:, None]
         count = np.maximum(self._count, 1.0)
         square = (count * self._square + PRIOR * typical) / (count + PRIOR)
-        floor = RESOLUTION * np.maximum(np.abs(np.nan_to_num(values)), RESOLUTION)
+        floor = RESOLUTION * np.fmax(np.abs(values), RESOLUTION)
         return np.asarray(np.maximum(np.sqrt(square), floor))
 
     def _expected(self, level: Array) -> Array:
@@ -150,19 +150,21 @@ class OwnPast(Stored):
         self._square = np.where(peers, known, self._square)
         self._drift = np.where(peers, self._drift + (clipped - self._drift) / self._window, self._drift)
         moving = peers.any(axis=1)
+        all_move = bool(moving.all())
         rate_of = _rate(self._levels + 1.0, WALK_MEMORY * self._windows)
         walks = median_of_known(np.where(peers, np.square(self._drift), np.nan)) / CHI_SQUARED
         noise = median_of_known(np.where(peers, self._square, np.nan)) / (2.0 * self._windows - 1.0)
 
         def followed(mean: Array, value: Array, rate: Array) -> Array:
-            return np.asarray(np.where(moving, mean + rate * (value - mean), mean))
+            new = mean + rate * (value - mean)
+            return np.asarray(new if all_move else np.where(moving, new, mean))
 
         self._walks = followed(self._walks, walks, rate_of)
         self._walk_noise = followed(self._walk_noise, noise, rate_of)
         self._levels = self._levels + moving
         slow = _rate(self._levels, self._windows)
         self._level_square = followed(self._level_square, np.square(level - self._level[1]), slow)
-        rates = np.stack([slow, _rate(self._levels, NEWEST), _rate(self._levels, NEAR)])
+        rates = np.array([slow, _rate(self._levels, NEWEST), _rate(self._levels, NEAR)])
         self._level = followed(self._level, level, rates)
         moved = self._beyond_noise(self._level[1] - self._level[2], NEWEST)
         self._sudden = np.where(moving, np.maximum(self._sudden * (1.0 - 1.0 / self._windows), moved), self._sudden)

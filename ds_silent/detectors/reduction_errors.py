@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import APPLIED
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, listed, outvoted, parts_of
@@ -88,10 +86,9 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
         scores.append(Score("rounding", check.relative_error, check.rounding_bound, where="aggregated gradient"))
     if applied is not None and not applied.changed:
         scores.append(Score("rounding", applied.relative_error, applied.bound, where=APPLIED))
-        factors = np.array([factor for factor in applied.factors if factor is not None])
-        if len(factors) and applied.expected > 0.0 and not applied.unscaled_late:
-            with np.errstate(all="ignore"):
-                off = max(np.abs(factors / applied.expected - 1.0).tolist())
+        factors = [factor for factor in applied.factors if factor is not None]
+        if factors and applied.expected > 0.0 and not applied.unscaled_late:
+            off = max(abs(factor / applied.expected - 1.0) for factor in (max(factors), min(factors)))
             scores.append(Score("rounding", off, applied.tolerance, where="factor of the applied gradient"))
     return tuple(scores)
 

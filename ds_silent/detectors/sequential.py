@@ -248,13 +248,17 @@ class SequentialTest(Stored):
         at = self._taken % len(self._pool)
         self._pool[at] = np.where(peers, residuals, np.nan)
         self._pool_steps[at] = step
-        self._pool_sums[at], self._pool_counts[at] = np.where(_REMEMBERS, sums, 0.0), peers.sum(axis=1)
-        self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
+        self._pool_sums[at], self._pool_counts[at] = sums[:, _REMEMBERS], peers.sum(axis=1)
         self._taken += 1
+        self._add_up()
 
     def _sum_pool(self) -> None:
         self._pool_sums, self._pool_counts = _tilted_sums(self._pool)
-        self._pool_total, self._pool_count = self._pool_sums.sum(axis=0), self._pool_counts.sum(axis=0)
+        self._add_up()
+
+    def _add_up(self) -> None:
+        self._pool_total, self._pool_count = np.zeros((self.series, len(_TILTS))), self._pool_counts.sum(axis=0)
+        self._pool_total[:, _REMEMBERS] = self._pool_sums.sum(axis=0)
 
     # -- a resume ----------------------------------------------------------------------------------------------------
 
@@ -273,13 +277,10 @@ def strongest_tilt(sign: int) -> int:
 
 
 def _tilted_sums(pool: Array) -> tuple[Array, Array]:
-    """(..., S, N) residuals to (..., S, components) sums of exp(t z), where history counts, and (..., S) counts."""
+    """(..., S, N) residuals to (..., S, tilts) sums of exp(t z) of the tilts of history, and (..., S) counts."""
     known = np.isfinite(pool)
-    counts = known.sum(axis=-1).astype(np.float64)
     tilted = np.exp(_TILTS[_REMEMBERS][:, None] * np.where(known, pool, 0.0)[..., None, :]) * known[..., None, :]
-    sums = np.zeros((*pool.shape[:-1], len(_TILTS)))
-    sums[..., _REMEMBERS] = tilted.sum(axis=-1)
-    return sums, counts
+    return tilted.sum(axis=-1), known.sum(axis=-1).astype(np.float64)
 
 
 def highest(score: Callable[[Ranks, Add], Array], among: Flags) -> tuple[int, float]:
@@ -289,7 +290,7 @@ def highest(score: Callable[[Ranks, Add], Array], among: Flags) -> tuple[int, fl
         score: gives the scores of some ranks, with what adds up logarithms. Those of many ranks are made roughly first,
             and exactly of the ranks that are near the highest.
     """
-    ranks = np.flatnonzero(among)
+    ranks = among.nonzero()[0]
     if not len(ranks):
         return 0, -math.inf
     if len(ranks) > _FEW:

@@ -81,22 +81,25 @@ def direction_stats(gram: Tensor, cosines: Tensor, method: Method, size: int) ->
     ranks = len(cosines)
     if ranks < 2:
         return DirectionStats(method=method)
-    first, second = torch.triu_indices(ranks, ranks, offset=1)
-    pairs = cosines[first, second]
+    pairs = _pairs_of(cosines)
     error = 0.0 if method == "exact" else mean_cosine_error(cosines, size)
     return DirectionStats(
         method=method,
-        mean_cosine=float(pairs.mean()),
+        mean_cosine=float(pairs[2].mean()),
         standard_error=error,
         per_rank=tuple(cosine_with_others(gram).tolist()),
-        **_extreme_pairs(cosines),
+        **_extreme_pairs(*pairs),
     )
 
 
-def _extreme_pairs(cosines: Tensor) -> dict[str, Any]:
-    """The lowest and the highest of the pairs i < j, and which they are: fields of :class:`DirectionStats`."""
+def _pairs_of(cosines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return i and j of all pairs i < j, and their cosines."""
     first, second = torch.triu_indices(len(cosines), len(cosines), offset=1)
-    pairs = cosines[first, second]
+    return first, second, cosines[first, second]
+
+
+def _extreme_pairs(first: Tensor, second: Tensor, pairs: Tensor) -> dict[str, Any]:
+    """The lowest and the highest of the pairs i < j, and which they are: fields of :class:`DirectionStats`."""
     lowest, highest = _argument(pairs, -1.0), _argument(pairs, 1.0)
     return {
         "min_cosine": float(pairs[lowest]),
@@ -213,7 +216,7 @@ def constant_size_direction(
         standard_error=error,
         per_rank=None if cosine_with_rest is None else tuple(cosine_with_rest.tolist()),
     )
-    return stats if pairs is None else replace(stats, **_extreme_pairs(pairs))
+    return stats if pairs is None else replace(stats, **_extreme_pairs(*_pairs_of(pairs)))
 
 
 def _argument(values: Tensor, sign: float) -> int:

@@ -64,9 +64,12 @@ class AppliedCheck:
 
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
-        factors = np.array(self.factors, dtype=np.float64)  # NaN for None
-        with np.errstate(all="ignore"):
-            return tuple(np.flatnonzero(np.abs(factors - expected) > tolerance * abs(expected)).tolist())
+        most, known = tolerance * abs(expected), [factor for factor in self.factors if factor is not None]
+        if not known or (max(known) - expected <= most and expected - min(known) <= most):  # nearly always
+            return ()
+        return tuple(
+            rank for rank, factor in enumerate(self.factors) if factor is not None and abs(factor - expected) > most
+        )
 
 
 def factors_alike(factors: Sequence[float], tolerance: float) -> bool:

@@ -8,7 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from ds_silent.detectors.sequential import WITHIN, SequentialTest, others
+from ds_silent.detectors.sequential import (
+    WITHIN,
+    Add,
+    Array,
+    Ranks,
+    SequentialTest,
+    highest,
+    median,
+    median_of_known,
+    others,
+)
 from tests.support.made_records import NOTHING, Run, make
 
 
@@ -32,6 +42,52 @@ def test_the_others_median_and_deviation_are_those_of_the_others() -> None:
             assert medians[index] == pytest.approx(np.median(rest), rel=1e-12)
             expected = rest.std(ddof=1) if count > 2 else 0.0
             assert deviations[index] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_others_median_of_equal_values_is_that_of_the_others() -> None:
+    random = np.random.default_rng(0)
+    for count in (2, 3, 4, 7, 8):
+        x = random.integers(0, 3, (200, count)).astype(float)
+        assert others(x)[0].tolist() == [[np.median(np.delete(row, r)) for r in range(count)] for row in x]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
+def test_medians_are_those_of_numpy(count: int) -> None:
+    random = np.random.default_rng(count)
+    for values in (
+        random.standard_normal((20, 5, count)),
+        random.choice([-math.inf, 0.5, 1.0, math.nan], (300, count)),
+    ):
+        with np.errstate(all="ignore"):
+            naive = np.median(values, axis=-1)
+        assert np.array_equal(median(values), naive, equal_nan=True)
+        known = np.where(np.isinf(values), 2.0, values)
+        found = median_of_known(known, -7.0).flatten().tolist()
+        rows = [row[~np.isnan(row)] for row in known.reshape(-1, count)]
+        assert found == [float(np.median(row)) if len(row) else -7.0 for row in rows]
+
+
+def test_the_highest_of_many_ranks_is_that_of_all_exact_scores() -> None:
+    random, exact = np.random.default_rng(0), []
+    logs = random.standard_normal((18, 1000)) * 3.0
+    logs[:, 500] = logs[:, 400]  # the first of equal ones
+    logs[:, 700:] = -np.inf
+
+    def score(ranks: Ranks, add: Add) -> Array:
+        scores = add(logs[:, ranks], axis=0)
+        exact.append(len(scores) if add == np.logaddexp.reduce else 0)
+        return scores
+
+    every = np.logaddexp.reduce(logs, axis=0)
+    for among in (np.ones(1000, dtype=bool), random.random(1000) < 0.5, np.arange(1000) % 2 == 1, np.arange(1000) < 9):
+        candidates = np.where(among, every, -np.inf)
+        assert highest(score, among) == (int(np.argmax(candidates)), candidates.max())
+    assert max(exact) == 9  # nearly all scores of many ranks are made roughly
+    assert highest(score, np.arange(1000) >= 700) == (0, -math.inf)
+    assert highest(score, np.arange(1000) >= 990) == (0, -math.inf)
+    assert highest(score, np.zeros(1000, dtype=bool)) == (0, -math.inf)
+    logs -= 1e6  # where exp is 0
+    assert highest(score, np.ones(1000, dtype=bool))[0] == int(np.argmax(every))
 
 
 @pytest.mark.parametrize("law", ["cauchy", "skewed", "restless"])
