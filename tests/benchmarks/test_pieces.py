@@ -106,19 +106,22 @@ class Foreign:
 
 def test_what_ds_silent_puts_around_a_foreign_function_is_timed_without_it() -> None:
     clock = Clock()
-    pieces, patches, one, other = Pieces(clock), Patches(), Foreign(clock), Foreign(clock)
+    pieces, patches, one, other, third = Pieces(clock), Patches(), Foreign(clock), Foreign(clock), Foreign(clock)
 
-    def wrapper(original: Callable[[], str]) -> str:
+    def wrapper(original: Callable[..., str], *instance: Foreign) -> str:
         clock.now += 1.0
-        return original() + " once"
+        return original(*instance) + " once"
 
     with installed(pieces):
         patches.wrap(one, "step", wrapper)
         patches.around(other, "step", before=clock.takes(2.0), after=clock.takes(4.0))
     assert (one.step(), other.step()) == ("stepped once", "stepped")
+    with installed(pieces):
+        patches.wrap_method(Foreign, "step", wrapper)
+    assert third.step() == "stepped once"
     patches.undo()
     assert one.step() == "stepped"
-    assert seconds_of(pieces) == {"wrappers, between": 7.0}
+    assert seconds_of(pieces) == {"wrappers, between": 8.0}
 
 
 def test_bytes_are_counted_once_whoever_hands_them_on() -> None:
