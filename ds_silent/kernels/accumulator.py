@@ -12,6 +12,7 @@ for another one that used the same tables before (:class:`StreamOrder`).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_silent.kernels.host import compiled
+from ds_silent.kernels.host import Touched, compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import SHIFT, SHIFTS, SketchEntry, SketchPlan
@@ -171,10 +172,9 @@ class Accumulator:
         """
         if self._order is not None:
             self._order.enter()
-        sketches = self._folded()
+        sketches = self._emptied()
         squares = torch.zeros(self._count, device=self._tables.device)
         squares.index_add_(0, self._square_groups, self._squares.square() if self._blocks else self._squares)
-        self._tables.zero_()
         self._squares.zero_()
         return sketches, squares
 
@@ -183,6 +183,12 @@ class Accumulator:
         if self._order is not None:
             self._order.enter()
         return self._folded().sum(0)
+
+    def _emptied(self) -> Tensor:
+        """(tables, k); the tables are zero behind it."""
+        sketches = self._folded()
+        self._tables.zero_()
+        return sketches
 
     def _folded(self) -> Tensor:
         """(tables, k)"""
@@ -228,7 +234,10 @@ class CompiledAccumulator(Accumulator):
 
     def __init__(self, plan: SketchPlan, *arguments: Any, **named: Any):
         super().__init__(plan, *arguments, **named)
-        self._reader = compiled().reader
+        functions = compiled()
+        self._reader, self._fold = functions.reader, functions.fold
+        self._table_of = self._groups if self._sketch_groups else [0] * len(self._groups)
+        self._touched: Touched = (ctypes.c_uint8 * len(self._tables))()
         self._signs_read = plan.signs.to(torch.int8)
         self._shape = self._signs_read.data_ptr(), plan.width, SHIFT, SHIFTS
         self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
@@ -244,6 +253,7 @@ class CompiledAccumulator(Accumulator):
         sketching: bool = True,
     ) -> None:
         """See :meth:`Accumulator.add`."""
+        self._touched[self._table_of[index]] = 1
         read = self._reader(values.dtype, None if previous is None else previous.dtype)
         if read is None or not _lies_here(values) or (previous is not None and not _lies_here(previous)):
             super().add(index, values, previous, start, weight, square, sketching)
@@ -253,6 +263,9 @@ class CompiledAccumulator(Accumulator):
         before = None if previous is None else previous.data_ptr()
         to = table if sketching else None, *self._shape, weight, slot if square else None
         read(values.data_ptr(), before, count, offset, *to)
+
+    def _emptied(self) -> Tensor:
+        return self._fold(self._tables, self._touched, self.plan.size)
 
     def _place(self, index: int, start: int, count: int) -> tuple[int, int, int]:
         """Return the offset of a part of a tensor, and the addresses of its table and of its square."""

@@ -118,6 +118,19 @@ READER(read_bf16_onto_fp32, BF16, FP32)
 READER(read_bf16_onto_bf16, BF16, BF16)
 READER(read_fp32_onto_bf16, FP32, BF16)
 
+/* The tables that were written to since the last time, folded and zero again: element i goes to bucket i % size. */
+FOR_EACH_CPU void fold(int64_t tables, uint8_t *touched, float *table, int64_t length, int64_t size, float *sketch) {
+    for (; tables > 0; tables--, touched++, table += length, sketch += size) {
+        if (!*touched) continue;
+        for (int64_t begin = 0; begin < length; begin += size)
+            for (int64_t i = 0; i < size; i++) {
+                sketch[i] = begin ? sketch[i] + table[begin + i] : table[i];
+                table[begin + i] = 0.0f;
+            }
+        *touched = 0;
+    }
+}
+
 /* Each tensor's 64-bit words, a row of them at a time, times their keys; the last bytes count as a word of their own. */
 FOR_EACH_CPU void checksums(int64_t tensors, const uint8_t *const *values, const int64_t *bytes, int64_t row,
                             const uint64_t *word_keys, const uint64_t *row_keys, uint64_t *found) {

@@ -34,6 +34,8 @@ _SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 _READER = (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, ctypes.c_float, _ADDRESS)
 
 Read = Callable[..., None]
+Touched = ctypes.Array[ctypes.c_uint8]
+"""Which tables have been written to, 1 or 0."""
 
 
 class NotCompiled(Exception):
@@ -53,11 +55,19 @@ class Functions:
         self._checksums = library.checksums
         self._checksums.argtypes = (_SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS)
         self._checksums.restype = None
+        self._fold = library.fold
+        self._fold.argtypes, self._fold.restype = (_SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS), None
         self._word_keys = word_keys()
 
     def reader(self, dtype: torch.dtype, previous: torch.dtype | None) -> Read | None:
         """Return the function for values of a dtype, and the dtype of what they are added to before."""
         return self._readers.get((dtype, previous))
+
+    def fold(self, tables: Tensor, touched: Touched, size: int) -> Tensor:
+        """Fold the tables, (n, a multiple of size) fp32, that were touched, and make them zero; (n, size) sketches."""
+        sketches = torch.zeros(len(tables), size)
+        self._fold(len(tables), touched, tables.data_ptr(), tables.shape[1], size, sketches.data_ptr())
+        return sketches
 
     def checksums(self, tensors: Sequence[Tensor | None], row_keys: Tensor) -> Tensor:
         """int64 (n,) checksums of the bits of contiguous tensors, see :mod:`ds_silent.kernels.checksums`; 0 for None.

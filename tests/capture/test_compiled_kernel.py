@@ -55,6 +55,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype
     functions = host.compiled()
 
     class Counted:
+        fold = functions.fold
+
         def reader(self, dtype: torch.dtype, previous: torch.dtype | None) -> host.Read | None:
             calls.append((dtype, previous))
             return functions.reader(dtype, previous)
@@ -102,6 +104,19 @@ def test_parts_and_what_is_left_out() -> None:
     assert squares.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert squares[0] > 0.0
     assert own[0].abs().max() == 0.0
+
+
+def test_only_what_was_read_is_folded() -> None:
+    plain, ours = both()
+    for index in (0, 8, 3):
+        values = random(NUMELS[index], torch.float32, index)
+        for each in (plain, ours):
+            each.add(index, values)
+        assert torch.equal(plain.peek(), ours.peek())
+        sketches, own = plain.take()[0], ours.take()[0]
+        assert torch.equal(sketches, own)
+        assert (own.abs().amax(1) > 0.0).tolist() == [group == GROUPS[index] for group in range(4)]
+        assert float(ours._tables.abs().max()) == 0.0
 
 
 def test_rows_beyond_the_last_shift() -> None:
