@@ -141,6 +141,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("detectors.false_alarms_per_million_steps", float("inf"), "must be a number greater than 0"),
     ("detectors.false_alarms_per_million_steps", True, "must be a number greater than 0 and at most 1000000"),
     ("integrity.aggregation", {}, "must be true or false"),
+    ("integrity.reread", 1, "must be true or false"),
     ("integrity.replica_interval", -1, "must be a whole number, at least 0"),
     ("respond.on_aggregation_error", "ignore", 'must be "report", "retry" or "stop"'),
     ("respond.on_replica_drift", "retry", 'must be "report", "majority", "mean" or "stop"'),

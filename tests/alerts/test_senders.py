@@ -90,10 +90,11 @@ def failure(address: str, seconds: float = 0.5) -> NotSent:
     ],
 )
 def test_servers_that_do_wrong(answer: Callable[..., None], why: str, again: bool) -> None:
+    waits = 0.5 if "within" in why else 20.0  # a busy machine answers late
     with http_server(answer) as server:
         began = time.monotonic()
-        error = failure(server.address)
-        assert time.monotonic() - began < 2.0
+        error = failure(server.address, waits)
+        assert time.monotonic() - began < waits + 1.5
         assert len(server.bodies) == 1
     assert why in str(error)
     assert error.again is again
