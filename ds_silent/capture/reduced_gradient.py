@@ -8,8 +8,8 @@
 
 Clipping and its like are the script's own business: what is reduced is looked at before, what is applied after them.
 Whether a script changed gradients in between is found without reading them again. On the CPU what is applied is not
-read either, if it lies where it was read, torch has counted no write since, and a few elements of each tensor are what
-they were. On an accelerator the host would have to wait for these.
+read either, if it lies where it was read, torch has counted no write since, and a few elements of each tensor, not all
+of them zero, are what they were. On an accelerator the host would have to wait for these.
 """
 
 from __future__ import annotations
@@ -47,10 +47,15 @@ class Remembered:
         return None if few is None or self._few is None else (few != self._few).any().float()
 
     def are(self, values: Sequence[Tensor]) -> bool:
-        """Tell whether these are the pieces, as they were; not on an accelerator, where the host would wait."""
+        """Tell whether these are the pieces, as they were; not on an accelerator, where the host would wait.
+
+        A piece whose few elements are zero, as an embedding's are where no token came, says nothing: scaled they stay.
+        """
         if self._few is None or self._few.device.type != "cpu" or self.moved(values):
             return False
-        return not bool(self.differs(values))
+        counts = [min(FEW, value.numel()) for value in values if value.numel()]
+        known = all(bool(own.any()) for own in torch.split(self._few != 0.0, counts))
+        return known and not bool(self.differs(values))
 
 
 def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:

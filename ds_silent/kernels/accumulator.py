@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from ds_silent.kernels.host import Touched, compiled
+from ds_silent.kernels.host import Touched, address_of, compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
 from ds_silent.maths.sketch import SHIFT, SHIFTS, SketchEntry, SketchPlan
@@ -255,14 +254,14 @@ class CompiledAccumulator(Accumulator):
         """See :meth:`Accumulator.add`."""
         self._touched[self._table_of[index]] = 1
         read = self._reader(values.dtype, None if previous is None else previous.dtype)
-        if read is None or not _lies_here(values) or (previous is not None and not _lies_here(previous)):
+        at, before = address_of(values), None if previous is None else address_of(previous)
+        if read is None or not at or before == 0:
             super().add(index, values, previous, start, weight, square, sketching)
             return
         count = values.numel()
         offset, table, slot = self._places.get((index, start, count)) or self._place(index, start, count)
-        before = None if previous is None else previous.data_ptr()
         to = table if sketching else None, *self._shape, weight, slot if square else None
-        read(values.data_ptr(), before, count, offset, *to)
+        read(at, before, count, offset, *to)
 
     def _emptied(self) -> Tensor:
         return self._fold(self._tables, self._touched, self.plan.size)
@@ -272,12 +271,6 @@ class CompiledAccumulator(Accumulator):
         slot = self._squares.data_ptr() + 4 * self._slots_of(index, start, count, 1).start
         place = self._places[index, start, count] = self._offsets[index] + start, self._table[index].data_ptr(), slot
         return place
-
-
-def _lies_here(values: Tensor) -> bool:
-    """Tell whether its elements lie at its address: a subclass may wrap another, and a negated view keeps its own."""
-    plain = type(values) in (Tensor, Parameter) and not values.is_neg()
-    return plain and values.is_contiguous() and values.device.type == "cpu"
 
 
 class FusedAccumulator(Accumulator):

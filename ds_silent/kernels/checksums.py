@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ds_silent.kernels.host import compiled
 from ds_silent.kernels.launches import Launch, Reader, Segment, Slots, choice
@@ -32,7 +31,6 @@ from ds_silent.maths.sketch import make_plan, offsets_of
 logger = logging.getLogger("ds_silent")
 SCRATCH = 128  # rows that are multiplied by their keys at once, where a device has no such product
 WORD = 4  # bytes of an element to the kernel: the bits of every dtype are read as int32
-_PLAIN = (Tensor, Parameter, type(None))  # whose elements lie at their addresses
 SKETCH_SIZE = 16_384  # any: the kernel's columns follow from it, and no sketch is made
 Items = Sequence[tuple[str, Tensor]]
 
@@ -72,12 +70,15 @@ class Checksums:
         by = choice(device).by if sizes else "torch"
         self._together = FusedChecksums(sizes, device) if by == "triton" else None
         self._compiled = compiled() if by == "compiled" else None
-        self._keys = keys
+        self._sizes, self._keys = list(sizes), keys
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return those of these tensors, in the order and of the sizes that were planned for; 0 for None."""
-        if self._compiled is not None and all(type(one) in _PLAIN for one in tensors):
-            return self._compiled.checksums([None if one is None else one.contiguous() for one in tensors], self._keys)
+        if self._compiled is not None:
+            flat = [None if one is None else one.contiguous() for one in tensors]
+            found = self._compiled.checksums(flat, self._sizes, self._keys)
+            if found is not None:
+                return found
         taken = None if self._together is None else self._together(tensors)
         if taken is not None and len(taken.which) == len(self._places):
             return taken.values
@@ -94,7 +95,7 @@ class Checksums:
         return sums if taken is None else torch.where(taken.mask, taken.values, sums)
 
     def _read(self, tensor: Tensor, index: int, first: int, whole: int, rest: int) -> None:
-        flat = tensor.detach().contiguous().view(-1)
+        flat = tensor.detach().resolve_neg().contiguous().view(-1)
         flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         if flat.storage_offset() * flat.element_size() % 8:
             flat = flat.clone()  # 64-bit words need an aligned beginning
@@ -205,17 +206,17 @@ class LayerChecksums:
     """(L,) int64 checksums of the layers of a gradient, from its tensors' elements and layers, counted from 0."""
 
     def __init__(self, numels: Sequence[int], layers: Sequence[int], device: torch.device):
-        self._numels, self._device = list(numels), device
+        self._sizes, self._device = [4 * numel for numel in numels], device
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         self._keys = keys_of(len(layers)).to(device)
         self._count = max(layers, default=-1) + 1
-        self._checksums: Checksums | None = None  # made when the tensors' dtype is known
+        self._checksums: Checksums | None = None  # made when the tensors' dtypes are known
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return them; an absent tensor counts as 0, which no gradient is likely to have."""
-        if self._checksums is None:
-            size = next((values.element_size() for values in tensors if values is not None), 4)
-            self._checksums = Checksums([size * numel for numel in self._numels], self._device)
+        sizes = [old if one is None else one.nbytes for one, old in zip(tensors, self._sizes, strict=True)]
+        if self._checksums is None or sizes != self._sizes:
+            self._sizes, self._checksums = sizes, Checksums(sizes, self._device)
         layers = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         return layers.index_add_(0, self._layers, self._checksums(tensors) * self._keys)
 

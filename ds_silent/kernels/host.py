@@ -19,10 +19,11 @@ import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, CalledProcessError, SubprocessError, run
+from subprocess import DEVNULL, CalledProcessError, run
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ds_silent.maths.mixing import ROW, word_keys
 
@@ -36,6 +37,15 @@ _READER = (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _
 Read = Callable[..., None]
 Touched = ctypes.Array[ctypes.c_uint8]
 """Which tables have been written to, 1 or 0."""
+
+
+def address_of(values: Tensor) -> int:
+    """Return where the elements lie one behind the other, on the CPU; 0 where they do not, or there are none.
+
+    A subclass may wrap another tensor, a negated view keeps its tensor's elements, and an efficient zero has none.
+    """
+    plain = type(values) in (Tensor, Parameter) and values.device.type == "cpu" and not values.is_neg()
+    return values.data_ptr() if plain and values.is_contiguous() else 0
 
 
 class NotCompiled(Exception):
@@ -69,17 +79,26 @@ class Functions:
         self._fold(len(tables), touched, tables.data_ptr(), tables.shape[1], size, sketches.data_ptr())
         return sketches
 
-    def checksums(self, tensors: Sequence[Tensor | None], row_keys: Tensor) -> Tensor:
-        """int64 (n,) checksums of the bits of contiguous tensors, see :mod:`ds_silent.kernels.checksums`; 0 for None.
+    def checksums(self, tensors: Sequence[Tensor | None], sizes: Sequence[int], row_keys: Tensor) -> Tensor | None:
+        """int64 (n,) checksums of the bits of tensors, see :mod:`ds_silent.kernels.checksums`; 0 for None.
 
         Args:
+            sizes: bytes of each.
             row_keys: int64, one for each row of the longest.
+
+        Returns:
+            None where one has no address or another size.
         """
+        at = [None if one is None else address_of(one) for one in tensors]
+        if any(
+            one is not None and (size != one.nbytes or (size and not address))
+            for one, size, address in zip(tensors, sizes, at, strict=True)
+        ):
+            return None
         found = torch.empty(len(tensors), dtype=torch.int64)
-        addresses = (_ADDRESS * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))
-        sizes = (_SIZE * len(tensors))(*(0 if one is None else one.nbytes for one in tensors))
+        addresses, lengths = (_ADDRESS * len(at))(*at), (_SIZE * len(at))(*sizes)
         keys = self._word_keys.data_ptr(), row_keys.data_ptr()
-        self._checksums(len(tensors), addresses, sizes, ROW, *keys, found.data_ptr())
+        self._checksums(len(at), addresses, lengths, ROW, *keys, found.data_ptr())
         return found
 
 
@@ -90,50 +109,66 @@ def compiled() -> Functions:
     Raises:
         NotCompiled: there is no compiler, it fails, or what it makes cannot be loaded.
     """
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    source = SOURCE.read_bytes()
-    how = "\0".join((*compiler, *FLAGS, platform.machine(), platform.system())).encode()
-    name = f"host-{hashlib.sha256(source + how).hexdigest()[:16]}.so"
     try:
-        library = _cache() / name
-        if not _ours(library):
-            _compile(compiler, library)
-        return Functions(ctypes.CDLL(str(library)))
+        return Functions(ctypes.CDLL(str(_library())))
     except CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines() or [f"status {error.returncode}"]
-        raise NotCompiled(f"{compiler[0]} failed: {said[0][:120]}") from error
-    except (OSError, AttributeError, SubprocessError) as error:
+        said = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines()
+        raise NotCompiled(f"{error.cmd[0]} failed: {(said or [f'status {error.returncode}'])[0][:120]}") from error
+    except Exception as error:  # whatever is odd here, torch reads as well
         raise NotCompiled(f"{type(error).__name__}: {error}".splitlines()[0][:120]) from error
 
 
+def _library() -> Path:
+    """Return the library's file; compile it where there is none."""
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    how = "\0".join((*compiler, *FLAGS, platform.machine(), platform.system())).encode()
+    name, directory = f"host-{_hash(SOURCE.read_bytes() + how)}", _cache()
+    for library in directory.glob(f"{name}-*.so"):
+        if _is_whole(library):
+            return library
+    return _compile(compiler, directory, name)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def _cache() -> Path:
-    """Return a directory that only this user can write to."""
+    """Return a directory that only this user can write to.
+
+    Raises:
+        OSError: others can, or it cannot be made.
+    """
     own = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = Path(own) / "ds_silent"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(directory):
+        raise PermissionError(f"others may write to {directory}")
     return directory
 
 
-def _ours(library: Path) -> bool:
-    """Tell whether it is there and nobody else can have written it."""
-    try:
-        found = library.stat()
-    except FileNotFoundError:
-        return False
+def _is_ours(path: Path) -> bool:
+    found = path.stat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Compile to another name first: ranks that come at once each make the same file."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        made = Path(directory) / library.name
+def _is_whole(library: Path) -> bool:
+    """Tell whether nobody else can have written it, and nothing is cut off: its name ends with its content's hash."""
+    return library.is_file() and _is_ours(library) and library.stem.endswith(f"-{_hash(library.read_bytes())}")
+
+
+def _compile(compiler: Sequence[str], directory: Path, name: str) -> Path:
+    """Compile to another name first: ranks that come at once each make a file of their own."""
+    with tempfile.TemporaryDirectory(dir=directory) as working:
+        made = Path(working) / "made.so"
         command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
         for more in ((), ("-DONE_CPU",)):  # an older compiler does not know all kinds of processor
             try:
-                run([*command, *more], check=True, capture_output=True, text=True, timeout=SECONDS, stdin=DEVNULL)
+                done = {"capture_output": True, "text": True, "errors": "replace", "stdin": DEVNULL}
+                run([*command, *more], check=True, timeout=SECONDS, **done)  # type: ignore[call-overload]
                 break
             except CalledProcessError:
                 if more:
                     raise
         made.chmod(0o700)
-        made.replace(library)
+        return made.replace(directory / f"{name}-{_hash(made.read_bytes())}.so")

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ds_silent.kernels import accumulator, host, launches
 from ds_silent.kernels.accumulator import Accumulator, CompiledAccumulator, new_accumulator
-from ds_silent.kernels.checksums import Checksums, checksum
+from ds_silent.kernels.checksums import Checksums, LayerChecksums, checksum
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 
 SIZE = 256
@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 NUMELS = [100, WIDTH, 3 * WIDTH + 17, 9 * WIDTH, 1, 8200, 4 * WIDTH, 40, 21 * WIDTH + 1]
 OFFSETS, TOTAL = offsets_of(NUMELS)
 GROUPS = [0, 0, 1, 1, 1, 2, 2, 3, 3]
+ONES = torch.ones(8)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -164,13 +165,29 @@ def test_what_it_does_not_know_goes_the_other_way() -> None:
     assert torch.equal(plain.take()[0], ours.take()[0])
 
 
-def test_a_tensor_that_wraps_others_has_no_address() -> None:
-    """Its address is 0."""
-    wrapper = TwoTensor(torch.ones(8), torch.ones(8))
-    assert wrapper.data_ptr() == 0
-    lies_here = accumulator._lies_here
-    assert (lies_here(wrapper), lies_here(torch.ones(8)), lies_here(nn.Parameter(torch.ones(8)))) == (False, True, True)
-    Checksums([32], CPU)([wrapper])  # read at its address it would end the process
+def test_what_has_no_address_is_not_read_there() -> None:
+    """It would end the process."""
+    wrapper, zero, negated = (
+        TwoTensor(torch.ones(8), torch.ones(8)),
+        torch._efficientzerotensor(8),
+        torch._neg_view(ONES),
+    )
+    assert [host.address_of(one) for one in (wrapper, zero, negated, ONES[::2])] == [0, 0, 0, 0]
+    assert host.address_of(ONES) == host.address_of(nn.Parameter(ONES)) == ONES.data_ptr()
+    Checksums([32], CPU)([wrapper])
+    assert int(Checksums([32], CPU)([negated])[0]) == int(checksum(-ONES))
+
+
+def test_a_layers_tensors_may_be_of_several_dtypes(fresh: pytest.MonkeyPatch) -> None:
+    """And come late, or with another dtype than before."""
+    tensors = [random(300, torch.float32, 1), random(4000, torch.float64, 2), random(300, torch.bfloat16, 3)]
+    found = []
+    for kernel in ("torch", "compiled"):
+        fresh.setenv(launches.VARIABLE, kernel)
+        of_layers = LayerChecksums([300, 4000, 300], [0, 0, 1], CPU)
+        found.append([of_layers(own).tolist() for own in ([tensors[0], None, None], tensors, [None, *tensors[1:]])])
+    assert found[0] == found[1]
+    assert len({*found[0][1], *found[0][2]}) == 3
 
 
 def test_checksums_are_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
@@ -207,15 +224,44 @@ def test_it_is_chosen_where_there_is_a_compiler(fresh: pytest.MonkeyPatch, tmp_p
     assert library.stat().st_mtime_ns == made
 
 
-def test_a_library_that_others_may_write_is_made_anew(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 500, 60_000, None])
+def test_a_library_that_is_cut_off_or_that_others_may_write_is_made_anew(
+    left: int | None, fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To load one that is cut off ends the process."""
     host.compiled()
     library = next((tmp_path / "ds_silent").glob("*.so"))
+    content = library.read_bytes()
     library.unlink()  # this process has it open
-    library.write_bytes(b"no library")
-    library.chmod(0o777)
+    library.write_bytes(content[:left])
+    library.chmod(0o777 if left is None else 0o700)
     host.compiled.cache_clear()
     host.compiled()
-    assert library.stat().st_mode & 0o777 == 0o700
+    assert (library.read_bytes(), library.stat().st_mode & 0o777) == (content, 0o700)
+
+
+def test_a_directory_that_others_may_write_to_is_not_used(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ds_silent").mkdir()
+    (tmp_path / "ds_silent").chmod(0o777)
+    assert launches.choice(CPU) == ("torch", f"PermissionError: others may write to {tmp_path / 'ds_silent'}"[:120])
+
+
+def test_whatever_is_odd_torch_reads(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "latin"
+    script.write_bytes(b"#!/bin/sh\nprintf 'h.c:1: \\351rror: \\374\\n' >&2\nexit 1\n")
+    script.chmod(0o700)
+    for compiler in (str(script), "gcc -DX='a"):
+        fresh.setenv("CC", compiler)
+        host.compiled.cache_clear()
+        launches._choice.cache_clear()
+        assert launches.choice(CPU).by == "torch"
+    fresh.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    fresh.delenv("CC")
+    fresh.delenv("TORCH_EXTENSIONS_DIR")
+    fresh.delenv("XDG_CACHE_HOME", raising=False)
+    host.compiled.cache_clear()
+    launches._choice.cache_clear()
+    assert launches.choice(CPU) == ("torch", "RuntimeError: Could not determine home directory.")
 
 
 @pytest.mark.parametrize(

@@ -134,17 +134,22 @@ def test_what_one_rank_writes_before_the_step_is_an_error(name: str, found: dict
 
 
 @pytest.mark.parametrize(
-    ("write", "reread", "factor", "error"),
+    ("write", "zeros", "reread", "factor", "error"),
     [
-        (lambda values: None, False, 1.0, 0.0),
-        (lambda values: values.mul_(0.5), False, 0.5, 0.0),
-        (lambda values: values.data.mul_(0.5), False, 0.5, 0.0),
-        (lambda values: values.data[1].add_(4.0), False, 1.0, 0.0),
-        (lambda values: values.data[1].add_(4.0), True, 1.0, 16.0),
+        (lambda values: None, False, False, 1.0, 0.0),
+        (lambda values: values.mul_(0.5), False, False, 0.5, 0.0),
+        (lambda values: values.data.mul_(0.5), False, False, 0.5, 0.0),
+        (lambda values: values.data.mul_(0.5), True, False, 0.5, 0.0),
+        (lambda values: values.data[1].add_(4.0), False, False, 1.0, 0.0),
+        (lambda values: values.data[1].add_(4.0), False, True, 1.0, 16.0),
+        (lambda values: values.data[1].add_(4.0), True, False, 1.0, 16.0),
     ],
 )
-def test_what_is_written_within_the_step(write: Any, reread: bool, factor: float, error: float) -> None:
-    """Of 100 elements the first and each 12th behind it are looked at."""
+def test_what_is_written_within_the_step(write: Any, zeros: bool, reread: bool, factor: float, error: float) -> None:
+    """Of 100 elements the first and each 12th behind it are looked at; where these are zero, all are read.
+
+    An embedding has many zeros: where no token came.
+    """
     config = SilentConsistencyConfig().direction
     local = LocalGradient(
         [100],
@@ -159,6 +164,8 @@ def test_what_is_written_within_the_step(write: Any, reread: bool, factor: float
     )
     reduced = ReducedGradient(local, None, reread)
     values = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    if zeros:
+        values[::12] = 0.0
     parts = [(0, 0, values)]
     reduced.observed(parts)
     write(values)
