@@ -50,7 +50,9 @@ class _Target:
 
 def main() -> None:
     target = _target_of(sys.argv[1:])
-    patches = _take_places(target.config or os.environ.get(BLOCK_FILE), _CONFIG if target.config else BLOCK_FILE)
+    patches = _take_places(
+        target.config or os.environ.get(BLOCK_FILE) or None, _CONFIG if target.config else BLOCK_FILE
+    )
     try:
         if target.is_module:
             _run_module(target)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.config import BLOCK, ConfigError
 from ds_silent.distributed.communicator import own_group
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.whole_model import WholeModel
@@ -211,6 +212,13 @@ class Framework:
             optimizers: the ``torch.optim`` optimizers at the bottom.
             device: of what the ranks exchange; by default the parameters' own.
         """
+        for name, parameter in parameters:
+            if parameter.is_complex():
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{BLOCK} cannot observe {name}, whose numbers are complex ({dtype}); keep it as "
+                    f'torch.view_as_real, freeze it, or set "{BLOCK}": {{"enabled": false}}'
+                )
         self.group, self.module = own_group(group), module
         self.names, self.parameters = [name for name, _ in parameters], [p for _, p in parameters]
         self.numels = [parameter.numel() for parameter in self.parameters]  # elements of each, whole

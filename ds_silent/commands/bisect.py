@@ -116,7 +116,8 @@ def _train(package: str, directory: Path, command: Sequence[str], block: dict[st
     file, log = run / "block.json", run / "output.txt"
     file.write_text(json.dumps({BLOCK: {**block, "output_dir": str(run.absolute())}}), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    variables = {**os.environ, "PYTHONPATH": path, BLOCK_FILE: str(file.absolute())}
+    built = str(run.absolute() / "extensions")  # what another release has built is not this one's
+    variables = {**os.environ, "PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": built, BLOCK_FILE: str(file.absolute())}
     with log.open("wb") as output:
         try:
             ended = subprocess.run(

@@ -98,3 +98,29 @@ def test_cleared_gradients_are_observed_as_what_they_are(stage: int, tmp_path: P
         # only stage 0 holds the aggregate in parameter.grad: elsewhere the optimizer never looks there. What all ranks
         # do to their gradients is the script's own business; what one of them does takes the replicas apart.
         assert [event["step"] for event in told] == ([2] if stage == 0 and what == "one rank" else []), (what, events)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x * self.phase).abs()).square().mean()
+
+
+def complex_parameters(directory: str) -> str:
+    model = nn.parallel.DistributedDataParallel(Complex())
+    block = {"output_dir": directory, "tensorboard": False}
+    with pytest.raises(ds_silent.ConfigError) as caught:
+        ds_silent.attach(model, {"silent_consistency": block}, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    return str(caught.value)
+
+
+def test_complex_parameters_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    said = run_distributed(complex_parameters, 2, (str(tmp_path),), timeout=60)
+    assert said == 2 * [
+        "silent_consistency cannot observe phase, whose numbers are complex (complex64); keep it as "
+        'torch.view_as_real, freeze it, or set "silent_consistency": {"enabled": false}'
+    ]
