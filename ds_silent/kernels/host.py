@@ -2,7 +2,7 @@
 
     functions = compiled()                       # NotCompiled: no compiler, or none that can
     functions.reader(torch.float32, None)        # reads a tensor, see host.c; None: not of this dtype
-    functions.checksums(tensors, keys)           # int64 (n,)
+    functions.checksums(tensors, sizes, keys)    # int64 (n,); None: torch reads these
 
 The machine's C compiler takes about a second, once per user: the library stays in ``TORCH_EXTENSIONS_DIR``, or in the
 user's cache. It has code for several kinds of processor and chooses when it is loaded, so machines may share it.
