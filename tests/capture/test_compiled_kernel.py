@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ds_silent.kernels.accumulator import Accumulator, CompiledAccumulator, new_
 from ds_silent.kernels.checksums import Checksums, LayerChecksums, checksum
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 SIZE = 256
 WIDTH = make_plan(1, SIZE).width
 CPU = torch.device("cpu")
