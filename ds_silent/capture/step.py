@@ -88,7 +88,6 @@ class StepMoments:
         self.came = False  # a gradient has come, or a reduction has begun
         self.unpublished = False  # the step gets no record, with which what is applied could be compared
         self._reducing = self._applied = False
-        self._open = self._boundary = False  # a backward has brought gradients; it is the step's last
         self._settings.objective.start()
         self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
         self.gram: Tensor | None = None  # this rank's part of the exact inner products
@@ -115,10 +114,11 @@ class StepMoments:
 
     def gradient(self, index: int, gradient: Tensor) -> None:
         """Observe one parameter's gradient of one micro-batch."""
-        if not self._open:
-            self._backward_came()
-        if self.plan.measures:
-            self._local.observe(index, gradient, self._boundary, self.plan.exact)
+        self.forwards.gradient_came()
+        if self._measures():
+            self._settings.objective.reached = True
+            boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
+            self._local.observe(index, gradient, boundary, self.plan.exact)
 
     def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
         """Keep the local gradient at the boundary, where a wrong reduction is to be repeated."""
@@ -127,7 +127,6 @@ class StepMoments:
 
     def micro_batch_ended(self, boundary: bool) -> bool:
         """Observe what no hook did; return whether the exact inner products are due before the reduction."""
-        self._open = False
         self._guard.local(self.forwards.backward_ended)
         if not self._measures():
             return False
@@ -200,14 +199,6 @@ class StepMoments:
     def measured(self) -> bool:
         """Whether the step under way is measured, and has begun."""
         return self.came and self.plan.measures
-
-    def _backward_came(self) -> None:
-        """Begin a micro-batch with its first gradient."""
-        self.forwards.gradient_came()
-        if self._measures():
-            self._settings.objective.reached = True
-            self._boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
-        self._open = True
 
     def _measures(self) -> bool:
         """Whether the step is measured; with its first gradient, look at the modes."""
