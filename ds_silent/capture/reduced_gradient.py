@@ -112,7 +112,7 @@ class ReducedGradient:
         self._local_sketched = sketches, squares
         if aggregated is not None:
             parts = list(aggregated)
-            self._reduced = self._read(parts), Remembered([values for *_, values in parts])
+            self._reduced = self._read(parts), Remembered(_values(parts))
 
     def take_local(self) -> Sketched:
         """Return the local gradient's sketches."""
@@ -137,19 +137,19 @@ class ReducedGradient:
         sketches = by_layer if self._local.sketching else None
         sketch = self._sketch = None if sketches is None else sketches.sum(0)
         numbers: Reduced[float | Tensor] = Reduced(seen=1.0, squared=squares.sum())
-        values = [part for *_, part in parts]
         if before is None:
-            self._sketched = Remembered(values)
+            self._sketched = Remembered(_values(parts))
         else:
-            numbers = self._changed_after_reduction(before[1], parts, values, numbers)
+            numbers = self._changed_after_reduction(before[1], parts, numbers)
         if self._counted is not None:
             numbers = replace(numbers, counted=_squared(parts, self._counted))
         return numbers, sketch, sketches
 
     def _changed_after_reduction(
-        self, remembered: Remembered, parts: list[Part], values: list[Tensor], numbers: Reduced[float | Tensor]
+        self, remembered: Remembered, parts: list[Part], numbers: Reduced[float | Tensor]
     ) -> Reduced[float | Tensor]:
         """Compare what is applied with what the step began with; look again only where a script changed that."""
+        values = _values(parts)
         if not self._written and not remembered.moved(values):
             changed, self._sketched = remembered.differs(values), remembered
             return numbers if changed is None else replace(numbers, handed_seen=-changed)
@@ -166,9 +166,8 @@ class ReducedGradient:
         parts = [] if self._sketch is None else list(parts)
         if not parts or self._sketched is None:
             return
-        same = not self._reread and self._unread is not False and self._sketched.are([values for *_, values in parts])
-        self._unread = same
-        if not same:
+        self._unread = not self._reread and self._unread is not False and self._sketched.are(_values(parts))
+        if not self._unread:
             self._local.accumulator.add_all(parts, square=False)
 
     def compare_applied(self, applied: bool, left_out: bool) -> Applied[float | Tensor]:
@@ -191,6 +190,10 @@ class ReducedGradient:
     def _read(self, parts: Iterable[Part]) -> Sketched:
         self._local.accumulator.add_all(parts, sketching=self._local.sketching)
         return self._local.accumulator.take()
+
+
+def _values(parts: list[Part]) -> list[Tensor]:
+    return [values for *_, values in parts]
 
 
 def _squared(parts: list[Part], counted: frozenset[int]) -> float | Tensor:

@@ -136,6 +136,17 @@ class Accumulator:
             square: False leaves the squared norm out.
             sketching: False leaves the sketch out.
         """
+        part = index, start, values
+        if not self._add_whole(part, previous, weight, square, sketching):
+            self._add_by_pieces(part, previous, weight, square, sketching)
+
+    def _add_whole(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> bool:
+        """Do what :meth:`add` does in one call, where this kind can; return whether it has."""
+        return False
+
+    def _add_by_pieces(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> None:
+        """Do what :meth:`add` does by torch's operations, a block at a time."""
+        index, start, values = part
         if self._order is not None:
             self._order.enter()
         if not values.numel():
@@ -146,18 +157,19 @@ class Accumulator:
         own = dtype if self._blocks and dtype in EXACT else torch.float32
         copied = dtype != own or flat.device != self._tables.device
         lengths, works = self._work_of(index, start, flat.numel(), own)
-        for work, part in zip(works, flat.split_with_sizes(lengths), strict=True):
+        for work, piece in zip(works, flat.split_with_sizes(lengths), strict=True):
             if before is not None:
-                part = torch.add(before[work.begin : work.end], part, out=self._memory(dtype, "sum")[: part.numel()])
+                memory = self._memory(dtype, "sum")[: piece.numel()]
+                piece = torch.add(before[work.begin : work.end], piece, out=memory)
             if copied:
-                part = self._memory(own, "values")[: part.numel()].copy_(part, non_blocking=True)
+                piece = self._memory(own, "values")[: piece.numel()].copy_(piece, non_blocking=True)
             if square and self._blocks:
-                torch.linalg.vector_norm(part, dtype=torch.float32, out=work.square)
+                torch.linalg.vector_norm(piece, dtype=torch.float32, out=work.square)
             elif square:
-                torch.dot(part, part, out=work.square)
+                torch.dot(piece, piece, out=work.square)
             if sketching:
                 product = self._memory(own, "product") if self._blocks else self._memory(own, "values")
-                sketch.add(work.place, part, product, weight, self._row)
+                sketch.add(work.place, piece, product, weight, self._row)
 
     def add_all(self, parts: Iterable[Part], square: bool = True, sketching: bool = True) -> None:
         """Add each part, as :meth:`add` does; those that come together may be read together."""
@@ -241,27 +253,18 @@ class CompiledAccumulator(Accumulator):
         self._shape = self._signs_read.data_ptr(), plan.width, SHIFT, SHIFTS
         self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
 
-    def add(
-        self,
-        index: int,
-        values: Tensor,
-        previous: Tensor | None = None,
-        start: int = 0,
-        weight: float = 1.0,
-        square: bool = True,
-        sketching: bool = True,
-    ) -> None:
-        """See :meth:`Accumulator.add`."""
+    def _add_whole(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> bool:
+        index, start, values = part
         self._touched[self._table_of[index]] = 1
         read = self._reader(values.dtype, None if previous is None else previous.dtype)
         at, before = address_of(values), None if previous is None else address_of(previous)
         if read is None or not at or before == 0:
-            super().add(index, values, previous, start, weight, square, sketching)
-            return
+            return False
         count = values.numel()
         offset, table, slot = self._places.get((index, start, count)) or self._place(index, start, count)
         to = table if sketching else None, *self._shape, weight, slot if square else None
         read(at, before, count, offset, *to)
+        return True
 
     def _emptied(self) -> Tensor:
         return self._fold(self._tables, self._touched, self.plan.size)
@@ -293,20 +296,9 @@ class FusedAccumulator(Accumulator):
         self._membership: Tensor | None = None  # bool (G, rows of _squares_read)
         self.refused: str | None = None
 
-    def add(
-        self,
-        index: int,
-        values: Tensor,
-        previous: Tensor | None = None,
-        start: int = 0,
-        weight: float = 1.0,
-        square: bool = True,
-        sketching: bool = True,
-    ) -> None:
-        """See :meth:`Accumulator.add`."""
-        taken = self._takes(values) and (previous is None or self._takes(previous))
-        if not (taken and self._read([(index, start, values)], square, sketching, previous, weight)):
-            super().add(index, values, previous, start, weight, square, sketching)
+    def _add_whole(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> bool:
+        taken = self._takes(part[2]) and (previous is None or self._takes(previous))
+        return taken and self._read([part], square, sketching, previous, weight)
 
     def add_all(self, parts: Iterable[Part], square: bool = True, sketching: bool = True) -> None:
         """See :meth:`Accumulator.add_all`."""
@@ -348,8 +340,8 @@ class FusedAccumulator(Accumulator):
     def _read_all(self, waiting: dict[torch.dtype, list[Part]], square: bool, sketching: bool) -> None:
         for parts in waiting.values():
             if not self._read(parts, square, sketching):
-                for index, start, values in parts:
-                    super().add(index, values, start=start, square=square, sketching=sketching)
+                for part in parts:
+                    self._add_by_pieces(part, None, 1.0, square, sketching)
         waiting.clear()
 
     def _read(

@@ -18,6 +18,7 @@ import platform
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, run
 
@@ -162,10 +163,10 @@ def _compile(compiler: Sequence[str], directory: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=directory) as working:
         made = Path(working) / "made.so"
         command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        compiles = partial(run, check=True, capture_output=True, text=True, errors="replace", stdin=DEVNULL)
         for more in ((), ("-DONE_CPU",)):  # an older compiler does not know all kinds of processor
             try:
-                done = {"capture_output": True, "text": True, "errors": "replace", "stdin": DEVNULL}
-                run([*command, *more], check=True, timeout=SECONDS, **done)  # type: ignore[call-overload]
+                compiles([*command, *more], timeout=SECONDS)
                 break
             except CalledProcessError:
                 if more:
