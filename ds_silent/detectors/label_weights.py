@@ -84,11 +84,12 @@ class LabelWeightsTest(Detector):
             return _finding("sum", message, _remedy(total), total, record.step)
         changed = _changed(weights)
         if weights.promise is not None and not _near(changed, 1.0):
+            given = f"{weights.promise.by} promises to multiply them by nothing."
             message = (
                 f"The step's gradient is {changed:.4g} times that of the losses as the script has given them, on all "
-                f"ranks alike. {weights.promise.by} promises to multiply them by nothing."
+                f"ranks alike. {given if weights.promise.as_given else _promised(weights, count)}"
             )
-            return _finding("sum", message, _remedy(changed), changed, record.step)
+            return _finding("sum", message, _remedy(changed), abs(changed), record.step)
         if total > 0.0 and not _near(total, 1.0) and _is_by_items(weights, ranks):
             message = (
                 f"The labels of a step weigh {total:.4g} together, although the loss was given num_items_in_batch, the "
@@ -201,10 +202,16 @@ def _is_undone(weights: LabelWeights) -> bool:
 
 
 def _changed(weights: LabelWeights) -> float:
-    """Return what a wrapper multiplies a loss by that it promises to pass on as given; 1 where that is not known."""
+    """Return what a wrapper multiplies a loss by that it promises to pass on, or the sign alone of one that it divides.
+
+    1 where that is not known.
+    """
     promise, constants = weights.promise, weights.constants
-    known = _is_mean(weights) and not constants.by_hand and constants.wrapper is not None and weights.passed > 0.0
-    return weights.passed * abs(constants.wrapper or 1.0) if known and promise is not None and promise.as_given else 1.0
+    if promise is None or constants.wrapper is None or not _is_mean(weights):
+        return 1.0
+    if not promise.as_given:
+        return math.copysign(1.0, constants.wrapper)
+    return weights.passed * constants.wrapper if weights.passed > 0.0 and not constants.by_hand else 1.0
 
 
 def _is_by_items(weights: LabelWeights, ranks: int) -> bool:
@@ -274,6 +281,8 @@ def _added_up(record: StepRecord, evidence: Evidence) -> Finding | None:
 
 
 def _remedy(total: float) -> str:
+    if total < 0.0:
+        return "Look for a minus in what the wrapper does to the loss: every update goes uphill."
     return (
         "Normalise the loss once: leave out the number that is one too many, or put in the one that is missing. "
         f"Then the gradient is {1.0 / total:.4g} times as long: learning rate and clipping mean something else."

@@ -105,7 +105,13 @@ BROKEN = {
     "and the wrapper's own number": (weights(0.25, wrapper=0.25, promise=AS_GIVEN), "is 0.25 times that of the losses"),
     "the Trainer undoes a division": (weights(4.0, **UNDONE), "before that the loss is multiplied by 4. transformers'"),
     "the Trainer's, given to an engine": (weights(0.25, trainer=TRAINER, **GIVEN), "transformers' Trainer promises"),
-    "a mean that is maximised": (weights(-0.25, times=-1.0, promise=ENGINE, wrapper=-0.25), "is 0.25 times that of"),
+    "a mean that is maximised": (weights(-0.25, times=-1.0, promise=ENGINE, wrapper=0.25), "is 0.25 times that of"),
+    "a sign that is turned instead of passed on": (weights(-1.0, **GIVEN | {"wrapper": -1.0}), "is -1 times that of"),
+    "a sign that is turned by a division": (
+        weights(-1.0, (), promise=ENGINE, wrapper=-0.25),
+        "is -1 times that of the losses as the script has given them, on all ranks alike. "
+        "engine.backward promises to divide by 4, and multiplies by -0.25.",
+    ),
     "items of labels that are maximised": (weights(-0.9482, **ITEMS | {"times": -3.0}), "divided as for 309 labels"),
     "bf16": (weights(0.2505, promise=ENGINE, wrapper=0.25), "0.2505 times"),
 }
@@ -153,7 +159,8 @@ SILENT = {
     "a factor, and the wrapper divides": weights(4.0, **UNDONE | {"times": 2.0}),
     "a factor, and no division": weights(4.0, **UNDONE | {"wrapper": 1.0}),
     "a factor, and a division by another number": weights(4.0, **UNDONE | {"times": 8.0, "wrapper": 0.125}),
-    "a mean that is maximised": weights(-1.0, times=-1.0, promise=ENGINE, wrapper=-0.25),
+    "a mean that is maximised": weights(-1.0, (), times=-1.0, promise=ENGINE, wrapper=0.25),
+    "a mean that is maximised, as given": weights(-1.0, times=-1.0, **GIVEN),
     "the items of each rank, in bf16": weights(
         reductions=frozenset({SUM}),
         by_items=True,
