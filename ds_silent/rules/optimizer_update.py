@@ -226,7 +226,7 @@ class UpdateRule(Rule):
         Args:
             first: these are all tensors of the optimizer's first call.
         """
-        values, weights = old.values.double().numpy(), new.values.double().numpy()
+        values, weights = _numbers(old.values), _numbers(new.values)
         offset = begin = 0
         corrected: list[tuple[Update, Elements]] = []
         for part in parts:
@@ -349,6 +349,11 @@ def _old(part: Part, rows: Numbers) -> Elements:
         step = np.repeat(np.array(steps, np.float64), [one.size for one in part])
     held = dict(zip(part[0].state, moments, strict=True))
     return Elements(weight, gradient, step, *(held.get(name, 0.0) for name in MOMENTS))
+
+
+def _numbers(values: Tensor) -> Numbers:
+    """Numpy, which has no bf16, converts for less than torch."""
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy().astype(np.float64)
 
 
 def _single(part: Part, old: Elements, seen: Numbers) -> Iterator[Judged]:

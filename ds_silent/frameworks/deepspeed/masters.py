@@ -104,6 +104,7 @@ def _whole_or_fragments(optimizer: Any) -> Pieces:
         return
     names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     flat = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), ())
+    memory = [whole.untyped_storage().data_ptr() for whole in flat]
     groups: Any = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "bf16_groups", ())
     for group in [] if getattr(optimizer, "round_robin_gradients", False) else groups:
         for parameter in group:
@@ -111,10 +112,10 @@ def _whole_or_fragments(optimizer: Any) -> Pieces:
             if mapping is None or not parameter.data.is_contiguous():
                 continue
             masters, number = mapping.hp_fragment, mapping.param_group_index
-            if masters is None or number >= len(flat) or not _same_memory(masters, flat[number]):
+            if masters is None or number >= len(flat) or masters.untyped_storage().data_ptr() != memory[number]:
                 continue
             begin, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-            yield parameter, parameter.data.view(-1)[begin : begin + numel], masters.data
+            yield parameter, parameter.data.view(-1).narrow(0, begin, numel), masters.data
 
 
 def _whole(optimizer: Any) -> Pieces:
@@ -130,7 +131,3 @@ def _whole(optimizer: Any) -> Pieces:
             start += numel
             if parameter.data.is_contiguous():
                 yield parameter, parameter.data.view(-1), masters
-
-
-def _same_memory(piece: Tensor, whole: Tensor) -> bool:
-    return piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
