@@ -196,6 +196,10 @@ def mistakes(update: Update, old: Elements, seen: Numbers, unit: float) -> Itera
     for words, other in variants(update):
         after, bound = stepped(other, old, unit)
         yield words, after.weight, bound
+    for words, by in (("before", -1.0), ("after", 1.0)) if update.kind == "Adam" and update.bias_correction else ():
+        if np.min(old.step) + by >= 1.0:
+            after, bound = stepped(update, old._replace(step=old.step + by), unit)
+            yield f"the bias correction is that of the step {words}", after.weight, bound
     change, moved = right.weight - old.weight, seen - old.weight
     known = np.abs(change) > 4.0 * error
     if bool(known.any()):
