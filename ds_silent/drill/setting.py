@@ -169,6 +169,7 @@ class DrillSetting:
 
     def _not_applicable(self, fault: Fault) -> str | None:
         """Say why the fault means nothing here, whatever response is on."""
+        fault = fault.under(self.variant)
         if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
             return "transformers is not installed"
         if self.framework == "deepspeed":

@@ -102,6 +102,8 @@ def test_what_only_deepspeed_can_do_is_not_tried_elsewhere() -> None:
         with pytest.raises(ConfigError, match="only a reduction of DeepSpeed"):
             setting.answering(RETRY)
     assert ddp.why_not(FAULTS["micro-batch-missing"]) == "it takes gradient_accumulation_steps 2 in the configuration"
+    half = make_setting(None, 4, dtype="bf16", framework="ddp")
+    assert half.why_not(FAULTS["rate-doubled-in-the-step"]) == "it is tried in fp32 only"
     two = make_setting(None, 2, framework="ddp").why_not(FAULTS["majority-tie"])
     assert two == "needs at least 3 ranks"
     assert trial_of(FAULTS["nan-loss"], DrillOptions(), fsdp2).target.stage == 3
