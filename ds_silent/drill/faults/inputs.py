@@ -52,6 +52,8 @@ neighbours_content = changing(content=lambda target, me, step: (target.partner, 
 repeated_rows = changing(rows=lambda target, me, step: (me, target.step - 1))
 # the epoch's first rows come again, as after a resume that forgets how far the pass was
 pass_begun_anew = changing(rows=lambda target, me, step: (me, step - (target.step - 1) % STEPS_PER_EPOCH))
+first_epoch_again = changing(rows=lambda target, me, step: (me, (step - 1) % STEPS_PER_EPOCH + 1))
+last_rows_again = changing(rows=lambda target, me, step: (me, step - (step % STEPS_PER_EPOCH == 0)))
 # of the sampler
 other_seed = changing(shard=lambda target, shard: replace(shard, seed=shard.seed + 1))
 seed_of_its_own = changing(shard=lambda target, shard: replace(shard, seed=shard.seed + shard.rank))

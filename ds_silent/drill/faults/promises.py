@@ -19,14 +19,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
+from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
-from ds_silent.drill.faults.injection import Injection, Target, changing, from_on
+from ds_silent.drill.faults.injection import Injection, Target, both, changing, from_on
 from ds_silent.practice.language_model import BEGIN, END, Inputs
-from ds_silent.practice.model import IGNORED
+from ds_silent.practice.model import IGNORED, LAST_LAYER
 
 _MEGATRON = ("megatron-0", "megatron-1")
+_MASTERS = "nobody is asked which weights its masters stand for"
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
@@ -46,17 +48,18 @@ _objective = partial(
 
 # -- a schedule of the learning rates ----------------------------------------------------------------------------------
 
-Rates = list[float]
+WrongRates = Callable[[list[float], list[float]], list[float]]
+DECAYING, FLOOR = partial(ExponentialLR, gamma=0.9), 1e-5
 
 
-def scheduled(wrong: Callable[[Rates, Rates], Rates], target: Target, me: int) -> Injection:
+def scheduled(wrong: WrongRates, target: Target, me: int, schedule: Callable[[Any], Any] = DECAYING) -> Injection:
     """A scheduler of torch sets what ``wrong`` makes of the rates before and the right ones, from the step on."""
     schedulers: list[Any] = []
 
     def make(optimizer: Any) -> None:
         for place, group in enumerate(optimizer.param_groups):
             group["lr"] *= 1.0 + place
-        schedulers.append(ExponentialLR(optimizer, 0.9))
+        schedulers.append(schedule(optimizer))
 
     def advance(module: Any, optimizer: Any, step: int) -> None:
         [scheduler] = schedulers
@@ -69,6 +72,18 @@ def scheduled(wrong: Callable[[Rates, Rates], Rates], target: Target, me: int) -
 
 
 _rates = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=EARLY, groups=2)
+
+# -- the optimizer's groups --------------------------------------------------------------------------------------------
+
+
+def _twice_held(target: Target, optimizer: Any) -> None:
+    first = optimizer.param_groups[0]
+    optimizer.param_groups.append({**first, "params": first["params"][:1]})
+
+
+in_two_groups = changing(optimizer=_twice_held)
+undecayed = changing(optimizer=lambda target, optimizer: optimizer.param_groups[-1].update(weight_decay=0.0))
+_groups = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=1)
 
 # -- the weights in use ------------------------------------------------------------------------------------------------
 
@@ -84,6 +99,22 @@ masters_alone = changing(
     before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
 )
 
+
+def overwritten(target: Target, me: int) -> Injection:
+    """Weights of one layer grow while they are whole, in the forward that has gathered them."""
+    now = {"step": 0}
+
+    def hook(module: Any) -> None:
+        layer = module.get_submodule(LAST_LAYER)
+        for gathers in (layer, layer.up):  # FSDP2's unit, and ZeRO-3's
+            gathers.register_forward_pre_hook(
+                lambda *given: _grow([layer.up.weight.data]) if now["step"] >= target.step else None
+            )
+
+    return Injection(model=hook, before=lambda module, optimizer, step: now.update(step=step))
+
+
+kept_whole = changing(before=lambda target, module, optimizer, step: module.set_reshard_after_backward(False))
 _weights = partial(
     Fault,
     who="nobody",
@@ -94,8 +125,14 @@ _weights = partial(
     says=("not the rounded fp32 masters",),
     not_applicable={
         **dict.fromkeys(("ddp", "fsdp2"), "the optimizer updates the weights themselves, and not masters"),
-        **dict.fromkeys(_MEGATRON, "nobody is asked which weights its masters stand for"),
+        **dict.fromkeys(_MEGATRON, _MASTERS),
     },
+)
+_gathered = partial(
+    _weights,
+    dtypes=("fp32", "bf16"),
+    says=("not what the shards hold",),
+    not_applicable=dict.fromkeys(("ddp", *_MEGATRON), "every rank holds all weights, so none are gathered"),
 )
 
 # -- a batch, and the attention ----------------------------------------------------------------------------------------
@@ -194,17 +231,20 @@ def other_formula(change: Change, target: Target, me: int) -> Injection:
     return Injection(update=update)
 
 
-def otherwise(other: Settings, adam: Any, lists: Lists, settings: Settings) -> None:
-    """Go by other settings than the group's."""
-    adam(*lists, **{**settings, **other})
+def otherwise(**other: Any) -> Change:
+    """Go by other settings than the group's; a function makes its own of them."""
+
+    def change(adam: Any, lists: Lists, settings: Settings) -> None:
+        adam(*lists, **settings | {name: make(settings) if callable(make) else make for name, make in other.items()})
+
+    return change
 
 
-def without_bias_correction(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Correct the moments as if a million steps had been taken."""
+def miscounted(wrong: Callable[[Tensor], Tensor], adam: Any, lists: Lists, settings: Settings) -> None:
+    """Correct the moments' bias as at another step."""
     *others, steps = lists
-    adam(*others, [torch.full_like(step, 1e6) for step in steps], **settings)
-    for step in steps:
-        step += 1
+    adam(*others, [wrong(step) for step in steps], **settings)
+    only_counted(adam, lists, settings)
 
 
 def twice(adam: Any, lists: Lists, settings: Settings) -> None:
@@ -216,11 +256,6 @@ def twice(adam: Any, lists: Lists, settings: Settings) -> None:
 def without_first(adam: Any, lists: Lists, settings: Settings) -> None:
     """Leave the first tensor as it is."""
     adam(*([*each[1:]] for each in lists), **settings)
-
-
-def doubled_rate(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Go by twice the group's rate."""
-    adam(*lists, **{**settings, "lr": 2.0 * settings["lr"]})
 
 
 def epsilon_inside(adam: Any, lists: Lists, settings: Settings) -> None:
@@ -241,6 +276,19 @@ def only_counted(adam: Any, lists: Lists, settings: Settings) -> None:
         step += 1
 
 
+def halved_gradient(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Go by half of each gradient."""
+    parameters, gradients, *others = lists
+    adam(parameters, [0.5 * gradient for gradient in gradients], *others, **settings)
+
+
+def rounded_weights(adam: Any, lists: Lists, settings: Settings) -> None:
+    """Leave weights that are rounded to bf16."""
+    adam(*lists, **settings)
+    for weights in lists[0]:
+        weights.copy_(weights.bfloat16())
+
+
 def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
     """Forget both moments before each step."""
     for moment in (*lists[2], *lists[3]):
@@ -248,21 +296,33 @@ def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
     adam(*lists, **settings)
 
 
+_ROUNDED_AWAY = {"ddp": {"dtypes": ("fp32",)}}  # bf16 weights without masters round away what is small
+_UNKNOWN = "none of the known mistakes explains it"
 # A table reads better than what a formatter makes of it.
 # fmt: off
 _FORMULAS: tuple[tuple[str, Change, str, str], ...] = (
-    ("decay-left-out", partial(otherwise, {"weight_decay": 0.0}), "leaves the weight decay out", "no weight decay"),
-    ("decay-coupled", partial(otherwise, {"decoupled_weight_decay": False}), "adds the weight decay to the gradient",
+    ("decay-left-out", otherwise(weight_decay=0.0), "leaves the weight decay out", "no weight decay"),
+    ("decay-coupled", otherwise(decoupled_weight_decay=False), "adds the weight decay to the gradient",
      "coupled with the gradient"),
-    ("bias-correction-left-out", without_bias_correction, "corrects no bias of its moments", "no bias correction"),
-    ("momentum-left-out", partial(otherwise, {"beta1": 0.0}), "keeps no momentum", "beta1 is 0 instead of 0.9"),
-    ("second-beta-changed", partial(otherwise, {"beta2": 0.95}), "has another second beta", "beta2 is 0.95"),
+    ("bias-correction-left-out", partial(miscounted, lambda step: torch.full_like(step, 1e6)),
+     "corrects no bias of its moments", "no bias correction"),
+    ("momentum-left-out", otherwise(beta1=0.0), "keeps no momentum", "beta1 is 0 instead of 0.9"),
+    ("second-beta-changed", otherwise(beta2=0.95), "has another second beta", "beta2 is 0.95"),
     ("epsilon-inside-the-root", epsilon_inside, "adds epsilon below the root", "epsilon inside the root"),
-    ("state-forgotten", without_memory, "forgets its moments", "none of the known mistakes explains it"),
-    ("sign-turned", partial(otherwise, {"maximize": True}), "climbs", "the sign of the gradient is turned"),
+    ("state-forgotten", without_memory, "forgets its moments", _UNKNOWN),
+    ("sign-turned", otherwise(maximize=True), "climbs", "the sign of the gradient is turned"),
     ("update-only-counted", only_counted, "counts, and does nothing else", "the update was not applied"),
     ("update-applied-twice", twice, "applies each update twice", "applied twice"),
-    ("rate-doubled-in-the-step", doubled_rate, "goes by twice the group's rate", "the rate is 2 times"),
+    ("rate-doubled-in-the-step", otherwise(lr=lambda group: 2.0 * group["lr"]),
+     "goes by twice the group's rate", "the rate is 2 times"),
+    ("epsilon-changed", otherwise(eps=1e-5), "has another epsilon", _UNKNOWN),
+    ("decay-doubled", otherwise(weight_decay=0.02), "has twice the weight decay", _UNKNOWN),
+    ("decay-without-rate", otherwise(weight_decay=lambda group: group["weight_decay"] / group["lr"]),
+     "decays the weights by all of the decay", _UNKNOWN),
+    ("gradient-halved-in-the-step", halved_gradient, "goes by half of the gradient", _UNKNOWN),
+    ("weights-rounded", rounded_weights, "leaves weights that are rounded to bf16", _UNKNOWN),
+    ("step-counted-late", partial(miscounted, lambda step: step - 1), "corrects the bias as at the step before",
+     "the bias correction is that of the step before"),
     ("tensor-not-stepped", without_first, "leaves the optimizer's first tensor as it is", "not applied"),
 )
 PROMISE_FAULTS = (
@@ -282,6 +342,26 @@ PROMISE_FAULTS = (
           "each group's rate is made of the first group's base", says=("is what it gives group 0",)),
     _rates("schedule-factor-of-one-group", partial(scheduled, lambda before, right: [*right[:-1], 0.5 * right[-1]]),
           "the last group's rate gets another factor than the others", says=("parameter group 1",)),
+    _rates("schedule-in-half-precision",
+          partial(scheduled, lambda before, right: torch.tensor(right).bfloat16().tolist()),
+          "the schedule's rates are rounded to bf16", says=("learning rate of group 0",)),
+    _rates("schedule-moves-twice", partial(scheduled, lambda before, right: [0.9 * rate for rate in right]),
+          "each step of the schedule counts twice", says=("learning rate of group 0",)),
+    _rates("schedule-without-floor", partial(scheduled, lambda before, right: [rate - FLOOR for rate in right],
+                                             schedule=partial(CosineAnnealingLR, T_max=20, eta_min=FLOOR)),
+          "the cosine goes on below its floor", says=("learning rate of group 0", "CosineAnnealingLR")),
+    _groups("optimizer-without-layer-everywhere", inputs.optimizer_without_layer,
+          "no rank's optimizer holds the last layer", says=("layers.3", "no optimizer holds"), stages=(0,),
+          dtypes=("fp32",), not_applicable=dict.fromkeys(_MEGATRON, _MASTERS)),
+    _groups("parameter-in-two-groups", in_two_groups, "all optimizers hold a parameter in two groups", stages=(0,),
+          says=("applied twice",), deterministic=False),
+    _groups("decay-where-none-is-set", both(undecayed, partial(other_formula, otherwise(weight_decay=0.01))),
+          "all groups decay, also one that is to have no decay", deterministic=False, groups=2,
+          expected_overrides=_ROUNDED_AWAY),
+    _gathered("gathered-weights-overwritten", overwritten, "the weights of a layer change while they are whole",
+          stages=(3,)),
+    _gathered("gathered-weights-kept", from_on(kept_whole), "gathered weights stay over an update",
+          first_step=2, stages=(), deterministic=False),
     _weights("weights-without-masters", from_on(weights_alone),
           "the bf16 weights of the forward are written, and the masters are not"),
     _weights("masters-without-weights", from_on(masters_alone),
@@ -314,7 +394,7 @@ FORMULA_FAULTS = tuple(
         deterministic=False,  # told at the next step, which reads what this one has left
         first_step=EARLY,
         says=(words,),
-        expected_overrides={"ddp": {"dtypes": ("fp32",)}},  # bf16 weights without masters round away what is small
+        expected_overrides=_ROUNDED_AWAY,
     )
     for name, change, what, words in _FORMULAS
 )
