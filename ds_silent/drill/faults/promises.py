@@ -315,7 +315,7 @@ _FORMULAS: tuple[tuple[str, Change, str, str], ...] = (
     ("update-applied-twice", twice, "applies each update twice", "applied twice"),
     ("rate-doubled-in-the-step", otherwise(lr=lambda group: 2.0 * group["lr"]),
      "goes by twice the group's rate", "the rate is 2 times"),
-    ("epsilon-changed", otherwise(eps=1e-5), "has another epsilon", _UNKNOWN),
+    ("epsilon-changed", otherwise(eps=1e-4), "has another epsilon", _UNKNOWN),
     ("decay-doubled", otherwise(weight_decay=0.02), "has twice the weight decay", _UNKNOWN),
     ("decay-without-rate", otherwise(weight_decay=lambda group: group["weight_decay"] / group["lr"]),
      "decays the weights by all of the decay", _UNKNOWN),
