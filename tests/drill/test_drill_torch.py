@@ -26,9 +26,25 @@ from tests.drill.cold_start import QUIET, cold
 BLOCK: dict[str, Any] = {**QUIET, "detectors": {"enabled": True}}
 RANKS = 3  # the fewest of which one can be outvoted
 CELLS: tuple[tuple[str, Any, int, tuple[str, ...]], ...] = (
-    ("ddp", "fp32", 1, ("contribution-missing", "parameter-unreduced", "update-skipped", "mean-update-noisy")),
+    (
+        "ddp",
+        "fp32",
+        1,
+        (
+            *("contribution-missing", "parameter-unreduced", "update-skipped", "mean-update-noisy"),
+            *("optimizer-without-layer-everywhere", "parameter-in-two-groups", "step-counted-late"),
+        ),
+    ),
     ("ddp", "bf16", 2, ("micro-batch-missing", "gradients-not-cleared", "weight-changed")),
-    ("fsdp2", "fp32", 1, ("bucket-dropped", "aggregate-flip-byte-3", "update-skipped", "division-forgotten")),
+    (
+        "fsdp2",
+        "fp32",
+        1,
+        (
+            *("bucket-dropped", "aggregate-flip-byte-3", "update-skipped", "division-forgotten"),
+            *("gathered-weights-overwritten", "gathered-weights-kept", "decay-where-none-is-set"),
+        ),
+    ),
     ("fsdp2", "bf16", 2, ("micro-batch-missing", "partition-not-cleared", "applied-factor-4-one-rank")),
 )
 
