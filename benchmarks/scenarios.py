@@ -9,6 +9,7 @@ should differ.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from ds_silent.runs.curves import CurveDifference, compare_curves
 sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
 RANKS, STEPS, SEED = 4, 120, 42
 RECORDS = Path("runs/scenarios")
-SHOWN = ("loss mean", "loss std", "norm std", "norm aggregated", "cosine mean")
+SHOWN = ("loss std", "norm std", "cosine mean")
+EPOCH = "epoch.json"
 CASES: tuple[tuple[Any, Any, int], ...] = (
     ("s1-1", "sharded", SEED),
     ("s1-1", "sharded", SEED + 1),
@@ -41,6 +43,8 @@ def worker() -> None:
     import torch.distributed as dist
 
     from finetune.ranks import join
+    from finetune.sampler import epoch_coverage
+    from finetune.scenarios import rank_seed
     from finetune.settings import CONFIGS, Settings, checked
     from finetune.trainer import train
 
@@ -59,7 +63,10 @@ def worker() -> None:
             save_model=False,
             log_every=STEPS,
         )
-        train(checked(settings), ranks)
+        plan = train(checked(settings), ranks).plan
+        if ranks.is_first:
+            visited = epoch_coverage(plan, [rank_seed(scenario, seed, rank) for rank in range(RANKS)])
+            (settings.output / EPOCH).write_text(json.dumps(visited), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -71,11 +78,12 @@ def train_all() -> int:
 
 
 def table() -> None:
-    print(f"| scenario | sampler | {' | '.join(SHOWN)} |\n|{'---|' * (len(SHOWN) + 2)}")
+    print(f"| scenario | {' | '.join(SHOWN)} | % of rows visited |\n|{'---|' * (len(SHOWN) + 2)}")
     for scenario, sampler, seed in CASES:
         found = {one.metric: one for one in compare_curves(directory(*CASES[0]), directory(scenario, sampler, seed))}
-        title = scenario.upper() + (", another seed" if seed != SEED else "")
-        print(f"| {title} | {sampler} | {' | '.join(cell(found[name]) for name in SHOWN)} |")
+        title = f"{scenario.upper()} {sampler}{f', seed {seed}' if seed != SEED else ''}"
+        visited = float((directory(scenario, sampler, seed) / EPOCH).read_text(encoding="utf-8"))
+        print(f"| {title} | {' | '.join(cell(found[name]) for name in SHOWN)} | {100 * visited:.1f} |")
 
 
 def cell(one: CurveDifference) -> str:
@@ -85,7 +93,7 @@ def cell(one: CurveDifference) -> str:
     if one.verdict == "too few steps":
         return f"{one.mean_b:.3f} (needs {one.needed} steps)"
     mark = "**" if one.verdict in ("higher in B", "lower in B") else ""
-    return f"{mark}{one.mean_b:.3f}{mark} ({one.low:+.3f} to {one.high:+.3f})"
+    return f"{mark}{one.mean_b:.3f}{mark} ({one.low:+.3f}..{one.high:+.3f})"
 
 
 def main(arguments: list[str]) -> int:
