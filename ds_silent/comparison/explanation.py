@@ -160,7 +160,7 @@ def _loss(case: Case) -> Said:
     ratio = other / one if one else math.inf
     common = common_factor(case.apart.local, case.bounds)
     weighed = _objective(case)
-    if common is not None and relative(common, ratio) < 0.01:
+    if common is not None and relative(common, ratio) < min(0.01, 0.2 * abs(ratio - 1.0)):
         return f"the loss and every gradient are {times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
     if (simple := ratio_name(ratio, counts_of(*case.heads, case.apart), case.bounds)) is not None:
         return f"the loss is {times(ratio)} A's{simple}{weighed}", ratio, "loss"
@@ -170,11 +170,10 @@ def _loss(case: Case) -> Said:
     local = case.apart.local
     if case.first and local is not None and case.parting.size < 1e-2 and np.nanmax(local.relative) < 0.1:
         return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
-    return (
-        f"{size}: another forward or another loss" if case.first else f"{size}: another forward, or other labels",
-        None,
-        "",
-    )
+    drops = [head.settings.get("dropout", {}).get("value") for head in case.heads]
+    masks = f"; dropout ({drops[0]}) draws other masks with another seed or number of ranks" if all(drops) else ""
+    what = "another forward or another loss" if case.first else "another forward, or other labels"
+    return f"{size}: {what}{masks}", None, ""
 
 
 def _objective(case: Case) -> str:

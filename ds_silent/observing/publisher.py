@@ -81,9 +81,9 @@ class Publisher:
 
     def _context(self, seconds: Seconds) -> Context:
         capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
-        if self._tracer is not None:
-            self._tracer.begin()
         objective = capture.settings.objective
+        if self._tracer is not None:
+            self._tracer.begin(objective.backwards)
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(

@@ -175,6 +175,31 @@ def test_a_direction_that_is_the_same_in_all_digits_is_not_called_another(tmp_pa
     assert found.cause == "the same loss, and another gradient in all layers, by 0.0019 of its length"
 
 
+def test_a_loss_that_is_another_multiple_is_no_multiple_of_the_gradient(tmp_path: Path, trained: Trained) -> None:
+    found = compare(
+        trained(), changed(trained(), tmp_path / "b", lambda one: replace(one, loss=1.005 * (one.loss or 0)))
+    )
+    assert (found.step, found.link) == (1, "loss")
+    assert "every gradient" not in str(found.cause)
+
+
+def test_dropout_is_named_where_the_forward_differs(tmp_path: Path, trained: Trained) -> None:
+    def other(step: trace.Step) -> trace.Step:
+        return replace(step, loss=1.03 * (step.loss or 0.0))
+
+    def dropping(head: trace.Head) -> trace.Head:
+        return replace(head, settings={**head.settings, "dropout": {"value": "0.1 in 2 modules", "from": "yours"}})
+
+    a = changed(trained(), tmp_path / "a", lambda step: step, dropping)
+    both, one = (
+        compare(a, changed(trained(), tmp_path / n, other, h)) for n, h in (("b", dropping), ("c", lambda h: h))
+    )
+    assert (both.link, one.link) == ("loss", "loss")
+    masks = "; dropout (0.1 in 2 modules) draws other masks with another seed or number of ranks"
+    assert str(both.cause).endswith(f"another forward or another loss{masks}")
+    assert str(one.cause).endswith('another forward or another loss (dropout: "0.1 in 2 modules" in A, not named in B)')
+
+
 def test_a_parameter_that_one_of_the_two_does_not_train_is_named(tmp_path: Path, trained: Trained) -> None:
     """Its gradient is compared with none; what it did not learn parts the others' at the next step."""
 
