@@ -31,6 +31,8 @@ from ds_silent.text import one_line, printable
 
 PLACE = "{output_dir}"
 """In the command's arguments, it stands for the directory of this release's records."""
+LONGEST = 160
+"""Characters of a training's error that are said."""
 ENDS = 60.0
 """Seconds that a training has to end its ranks in, when it is asked to."""
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+)$", re.MULTILINE)
@@ -192,7 +194,9 @@ def _signals_raise() -> Iterator[None]:
 def _last_error(log: Path) -> str:
     """Return the last exception that a training's output names, but for the launcher's own."""
     found = [one for one in ERROR.findall(log.read_text(errors="replace")) if "ChildFailedError" not in one]
-    return f" ({found[-1][:200]})" if found else ""
+    if not found:
+        return ""
+    return f" ({found[-1] if len(found[-1]) <= LONGEST else f'{found[-1][: LONGEST - 3]}...'})"
 
 
 def _as_json(package: str, found: Bisection) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Make a line of the trace of what was gathered of a step, beside its record: pure, but for the head.
 
 tracer = Tracer(capture, config, layout)        # on the writing rank
-tracer.begin()                                  # on the training's thread, as the first traced step ends
+tracer.begin(backwards)                         # on the training's thread, as the first traced step ends
 record = replace(record, traced=tracer.step(gathered, record, context))     # once per measured step, in order
 
 What the optimizer used of a step is known with the next measured one, so a step's line is complete only then
