@@ -154,6 +154,12 @@ class LocalObjective:
         self._settle()
         return next(iter(self._constants)) if self._readable and len(self._constants) == 1 else None
 
+    @property
+    def backwards(self) -> int:
+        """Return how many backwards of the step have brought the model a gradient."""
+        self._settle()
+        return self._count
+
     def counted_beside(self, ranks: int) -> int:
         """Return how often other terms count where the labels' mean counts once; 0 if there are none, or unknown.
 

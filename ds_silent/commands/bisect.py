@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +31,11 @@ from ds_silent.text import one_line, printable
 
 PLACE = "{output_dir}"
 """In the command's arguments, it stands for the directory of this release's records."""
+LONGEST = 160
+"""Characters of a training's error that are said."""
+ENDS = 60.0
+"""Seconds that a training has to end its ranks in, when it is asked to."""
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,12 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
         right = train(options.good)
 
         def compared(release: str) -> TrainingComparison:
-            one = compare(right, train(release), tolerance=options.tolerance)
+            try:
+                one = compare(right, train(release), tolerance=options.tolerance)
+            except ImpossibleError as error:
+                if release != options.bad:  # whose error ends the search, and is its answer
+                    console.print(Text(printable(one_line(f"{package} {release}: left out, {error}"))), soft_wrap=True)
+                raise
             console.print(Text(printable(f"{package} {release}: {one.sentence}")), soft_wrap=True)
             return one
 
@@ -116,27 +129,74 @@ def _train(package: str, directory: Path, command: Sequence[str], block: dict[st
     file, log = run / "block.json", run / "output.txt"
     file.write_text(json.dumps({BLOCK: {**block, "output_dir": str(run.absolute())}}), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    built = str(run.absolute() / "extensions")  # what another release has built is not this one's
-    variables = {**os.environ, "PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": built, BLOCK_FILE: str(file.absolute())}
+    built = run.absolute() / "extensions"  # what another release has built is not this one's
+    for lock in built.rglob("lock"):  # of a build that was killed, for which torch would wait for ever
+        lock.unlink()
+    variables = {**os.environ, "PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(built), BLOCK_FILE: str(file.absolute())}
     with log.open("wb") as output:
         try:
-            ended = subprocess.run(
-                [word.replace(PLACE, str(run.absolute())) for word in command],
-                env=variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            status = _run([word.replace(PLACE, str(run.absolute())) for word in command], variables, output)
         except OSError as error:
             raise ImpossibleError(f"{command[0]!a} cannot be started ({error.strerror}); check the command") from None
-    if ended.returncode:
-        raise ImpossibleError(f"with {package} {release} the training ended with status {ended.returncode}; see {log}")
+    if status:
+        why = f"with {package} {release} the training ended with status {status}"
+        raise ImpossibleError(f"{why}{_last_error(log)}; see {log}")
     if not (run / "trace.jsonl").exists():
         raise ImpossibleError(
             f"with {package} {release} the training left no trace in {run}; start it by -m ds_silent, or give its "
             f'block "output_dir": "{PLACE}" by an argument, and "trace": {{}}'
         )
     return run
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str], output: IO[bytes]) -> int:
+    """Run a training and return its exit status; it does not outlive this process, whatever ends that.
+
+    It has a session of its own: a launcher is asked once to end its ranks, and waited for. One that is killed, or
+    asked twice, leaves them behind.
+    """
+    process = subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        with _signals_raise():
+            return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(ENDS)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Raise SystemExit for the signals that else end this process without a word."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _last_error(log: Path) -> str:
+    """Return the last exception that a training's output names, but for the launcher's own."""
+    found = [one for one in ERROR.findall(log.read_text(errors="replace")) if "ChildFailedError" not in one]
+    if not found:
+        return ""
+    return f" ({found[-1] if len(found[-1]) <= LONGEST else f'{found[-1][: LONGEST - 3]}...'})"
 
 
 def _as_json(package: str, found: Bisection) -> dict[str, Any]:

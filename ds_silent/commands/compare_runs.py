@@ -6,6 +6,7 @@ status = compare_command(["runs/a", "runs/b"], golden=None, options=CompareOptio
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +17,14 @@ from rich.console import Console
 from ds_silent.comparison import ComparisonError, TraceError, compare
 from ds_silent.comparison.output import print_comparison, write_json, write_junit
 from ds_silent.json_form import to_json
-from ds_silent.runs.curves import compare_curves, print_curves
+from ds_silent.runs.curves import compare_curves, curves_sentence, print_curves
 from ds_silent.runs.run import ReadingError
 from ds_silent.text import printable
 
 TOGETHER, PARTED, WRONG = 0, 1, 2
 """Exit statuses."""
+TABLE = 120
+"""Columns of the table of curves."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,13 @@ def _curves(given: Sequence[str], json_path: str | None) -> int:
     if not found:
         raise ComparisonError("the two runs have measured no step of the same number; compare runs that overlap")
     if json_path is not None:
-        rows = [{**asdict(one), "verdict": one.verdict} for one in found]
-        text = json.dumps(to_json({"curves": rows}), allow_nan=False, indent=1)
+        rows = [{**asdict(one), "blocks": one.blocks, "verdict": one.verdict} for one in found]
+        text = json.dumps(to_json({"sentence": curves_sentence(found), "curves": rows}), allow_nan=False, indent=1)
         Path(json_path).write_text(f"{text}\n", encoding="utf-8")
-    print_curves(found, Console(highlight=False))
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = TABLE  # of a file or a pipe nobody knows the width
+    print_curves(found, given, console)
     return TOGETHER
 
 

@@ -125,17 +125,18 @@ class _Comparer:
             if not different:
                 self.equal_until = apart.a.step
             if findings and case is None:
-                case = self._case(findings[0], apart, loaded if findings[0].link == "weights" else "", number == 0)
+                case = self._case(findings[0], apart, loaded if findings[0].link == "weights" else "", number)
             behind += case is not None
             if behind > AFTERWARDS:
                 break
         if case is None and (leaning := judge.past.bias()) is not None:
             apart = next(one for one in self._differences() if one.a.step == leaning.step)
-            case = self._case(leaning, apart, "", True)
+            case = self._case(leaning, apart, "", 0)
         return self._comparison(judge, case, last)
 
-    def _case(self, finding: Parting, apart: Differences, loaded: str, first: bool) -> Case:
-        return Case(finding, apart, self.pairs, self.bounds, self.heads, self.traces, self.settings, loaded, first)
+    def _case(self, finding: Parting, apart: Differences, loaded: str, number: int) -> Case:
+        held = self.pairs, self.bounds, self.heads, self.traces, self.settings
+        return Case(finding, apart, *held, loaded, number == 0, number <= 1)
 
     def _differences(self) -> Iterator[Differences]:
         """Yield each pair of steps."""

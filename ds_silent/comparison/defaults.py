@@ -22,6 +22,8 @@ SHARES = re.compile(
     re.IGNORECASE,
 )
 """Names of settings that follow from another number of ranks, or move no number but by rounding."""
+OF_GROUP = re.compile(r"(.+) of group \d+")
+"""The name of a setting that is listed for each group of parameters, because the groups differ in it."""
 PRECISION = "precision of the gradients"
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "rows": ("sampler", "shuffle", "drop_last", "seed", "epoch", "batch"),
@@ -64,8 +66,9 @@ class SettingDifference:
 def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
     """Return them in the order of A's settings, B's own last."""
     found = []
-    for name in dict.fromkeys([*a.settings, *b.settings]):
-        (one, from_a), (other, from_b) = _setting(a, name), _setting(b, name)
+    ours, theirs = _by_group(a.settings, b.settings), _by_group(b.settings, a.settings)
+    for name in dict.fromkeys([*ours, *theirs]):
+        (one, from_a), (other, from_b) = _setting(ours, name), _setting(theirs, name)
         if one != other or (from_a is None) != (from_b is None):
             found.append(SettingDifference(name, one, other, from_a, from_b, bool(SHARES.search(name))))
     if a.precision != b.precision:
@@ -73,16 +76,28 @@ def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
     return tuple(found)
 
 
-def _setting(head: Head, name: str) -> tuple[Any, str | None]:
-    held = head.settings.get(name)
+def _by_group(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """List a setting for each group where the other training does: here all groups have the same value."""
+    groups: dict[str, list[str]] = {}
+    for name in others:
+        if (of_group := OF_GROUP.fullmatch(name)) is not None:
+            groups.setdefault(of_group[1], []).append(name)
+    return {label: held for name, held in settings.items() for label in groups.get(name, [name])}
+
+
+def _setting(settings: Mapping[str, Any], name: str) -> tuple[Any, str | None]:
+    held = settings.get(name)
     if isinstance(held, Mapping) and "value" in held:
         return held["value"], str(held.get("from"))
-    return (None, None) if name not in head.settings else (held, "")
+    return (None, None) if name not in settings else (held, "")
 
 
 def explaining(link: str, found: Iterable[SettingDifference], likely: str = "") -> SettingDifference | None:
     """Return the likeliest setting that explains why a link parts; ``likely``: a part of its name, asked first."""
     candidates = [one for one in found if not one.shares]
+    if link in ("update", "rates"):  # another kind of optimizer has other settings too
+        candidates.sort(key=lambda one: one.name != "optimizer")
+        likely = "optimizer" if candidates and candidates[0].name == "optimizer" else likely
     for word in (likely, *EXPLAINS.get(link, ())) if likely else EXPLAINS.get(link, ()):
         for one in candidates:
             if word in one.name.lower():

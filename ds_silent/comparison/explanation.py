@@ -51,6 +51,7 @@ class Case:
     settings: tuple[SettingDifference, ...]
     loaded: str = ""  # A, B or both went on from a checkpoint right before
     first: bool = False
+    early: bool = False  # at the first step, or at the next, where its update is first used
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def explain(case: Case) -> Explanation:
     cause, factor, likely = asked[case.parting.link](case) if case.parting.kind != "bias" else _leans(case)
     if case.loaded and case.parting.kind != "bias":
         cause += f"; {case.loaded} went on from a checkpoint right before"
-    if case.first and case.pairs.lonely and case.parting.link in ("loss", "local", "reduced"):
+    if case.early and case.pairs.lonely and case.parting.link in ("loss", "local", "reduced", "update"):
         cause += f"; {case.pairs.lonely}"
     setting = explaining(case.parting.link, case.settings, likely)
     if setting is not None:
@@ -159,7 +160,7 @@ def _loss(case: Case) -> Said:
     ratio = other / one if one else math.inf
     common = common_factor(case.apart.local, case.bounds)
     weighed = _objective(case)
-    if common is not None and relative(common, ratio) < 0.01:
+    if common is not None and relative(common, ratio) < min(0.01, 0.2 * abs(ratio - 1.0)):
         return f"the loss and every gradient are {times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
     if (simple := ratio_name(ratio, counts_of(*case.heads, case.apart), case.bounds)) is not None:
         return f"the loss is {times(ratio)} A's{simple}{weighed}", ratio, "loss"
@@ -169,7 +170,10 @@ def _loss(case: Case) -> Said:
     local = case.apart.local
     if case.first and local is not None and case.parting.size < 1e-2 and np.nanmax(local.relative) < 0.1:
         return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
-    return f"{size}: another forward or another loss" if case.first else f"{size}: another forward", None, ""
+    drops = [head.settings.get("dropout", {}).get("value") for head in case.heads]
+    masks = f"; dropout ({drops[0]}) draws other masks with another seed or number of ranks" if all(drops) else ""
+    what = "another forward or another loss" if case.first else "another forward, or other labels"
+    return f"{size}: {what}{masks}", None, ""
 
 
 def _objective(case: Case) -> str:
@@ -200,11 +204,11 @@ def _gradient(case: Case) -> Said:
     if shared is not None:
         return f"{only}, {times(shared)} A's{_named(shared, case)}", shared, ""
     cosine = gradient.cosine[places[0] if len(places) == 1 else int(np.nanargmin(gradient.cosine))]
-    turned = "" if math.isnan(cosine) else f", in another direction (cosine {cosine:.4g})"
+    turned = "" if math.isnan(cosine) or cosine > 0.9999 else f", in another direction (cosine {cosine:.4g})"
+    far = f", by {case.parting.size:.2g} of its length"
     if len(places) == len(gradient.ratio):
-        turned = turned.replace(", in", " in all layers, in")
-        return f"the same loss, and another gradient{turned}{weighed}", None, ""
-    return f"{only}{turned}, by {case.parting.size:.2g} of its length", None, ""
+        return f"the same loss, and another gradient in all layers{turned or far}{weighed}", None, ""
+    return (f"{only}{turned}{far}" if turned else f"{only} differs{far[1:]}"), None, ""
 
 
 def _reduced(case: Case) -> Said:
@@ -303,9 +307,11 @@ def _rates(case: Case) -> Said:
     others = [rate for rate in case.apart.b.rates if rate is not None]
     if len(ones) != len(others):
         return f"{len(ones)} groups in A, {len(others)} in B, with other rates", None, "lr"
-    group = next(g for g, (x, y) in enumerate(zip(ones, others, strict=True)) if relative(x, y) > 1e-6)
-    one, other = ones[group], others[group]
-    where = f" of group {group}" if len(ones) > 1 else ""
+    groups = [g for g, (x, y) in enumerate(zip(ones, others, strict=True)) if relative(x, y) > 1e-6]
+    one, other = ones[groups[0]], others[groups[0]]
+    where = f" of group {groups[0]}" if len(groups) == 1 else f" of groups {', '.join(map(str, groups))}"
+    if len(groups) == len(ones):
+        where = " of every group" if len(ones) > 1 else ""
     factor = other / one if one else None
     steps = case.apart.a.step, case.apart.b.step
     for ahead, behind in ((1, 0), (0, 1)):
@@ -317,7 +323,9 @@ def _rates(case: Case) -> Said:
             said = f"{'AB'[ahead]}'s schedule is a step ahead of {'AB'[behind]}'s"
             return f"{said}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
     since = "" if case.first else " from this step on"
-    return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B", factor, "lr"
+    alike = len({(ones[g], others[g]) for g in groups}) == 1
+    these = "" if alike else f", as group {groups[0]}'s"
+    return f"another rate{where}{since}: {one:.6g} in A, {other:.6g} in B{these}", factor, "lr"
 
 
 def _rates_at(trace: Trace, step: int) -> tuple[float | None, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from ds_silent.comparison.defaults import SettingDifference
+from ds_silent.comparison.defaults import SettingDifference, explaining
 from ds_silent.text import one_line
 
 Link = Literal["settings", "rows", "weights", "loss", "local", "reduced", "applied", "update", "rates"]
@@ -108,4 +108,13 @@ class TrainingComparison:
         grown = ""
         if self.blind_from is not None and self.blind_from <= self.last:
             grown = f"; from step {self.blind_from} on rounding has grown too large to judge gradients by"
-        return f"The trainings do not part: {steps} agree within rounding{same}{grown}."
+        return f"The trainings do not part: {steps} agree within rounding{same}{grown}{self._though()}."
+
+    def _though(self) -> str:
+        """Name the setting that differs and could have parted them, the earliest link's first."""
+        others = [one for one in self.settings if not one.shares]
+        if not others:
+            return ""
+        first = next(filter(None, (explaining(link, others) for link in LINKS)), others[0])
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        return f"; a setting differs{more}: {first.sentence}"

@@ -1,7 +1,7 @@
 """Make a line of the trace of what was gathered of a step, beside its record: pure, but for the head.
 
 tracer = Tracer(capture, config, layout)        # on the writing rank
-tracer.begin()                                  # on the training's thread, as the first traced step ends
+tracer.begin(backwards)                         # on the training's thread, as the first traced step ends
 record = replace(record, traced=tracer.step(gathered, record, context))     # once per measured step, in order
 
 What the optimizer used of a step is known with the next measured one, so a step's line is complete only then
@@ -26,6 +26,7 @@ from ds_silent.framework import layers_of
 from ds_silent.maths.rounding_bound import step_rounding
 from ds_silent.maths.sketch import fold
 from ds_silent.measure.record import Context
+from ds_silent.preflight.inventory import dropout_probabilities
 from ds_silent.records import StepRecord
 from ds_silent.rules.settings_in_force import settings_in_force
 from ds_silent.sinks.run_directory import versions_of
@@ -58,8 +59,12 @@ class Tracer:
         self._past: _Measured | None = None
         self._applied_before = False
 
-    def begin(self) -> None:
-        """Make the head: the first forward is over by now, in which the parameters' order was seen."""
+    def begin(self, backwards: int) -> None:
+        """Make the head: the first forward is over by now, in which the parameters' order was seen.
+
+        Args:
+            backwards: of this step: the micro-batches of a loop that has not said how many it takes.
+        """
         if self.head is not None:
             return
         assert self._config.trace is not None
@@ -68,6 +73,7 @@ class Tracer:
         order = self._traced.order.of_parameters()
         facts = framework.names, framework.shapes, framework.parameters, layers, counts, order
         arithmetic, micro_batches = self._capture.arithmetic, framework.micro_batches * framework.micro_batches_at_once
+        micro_batches = max(1, backwards) if micro_batches == 1 else micro_batches
         self.head = Head(
             interval=self._config.interval * self._config.trace.interval,
             size=self._size,
@@ -95,7 +101,10 @@ class Tracer:
             return {}
         states = ", ".join(self._capture.settings.autocast.state)
         known = {name: {"value": value, "from": origin} for name, (value, origin) in found.items()}
-        return known | ({"autocast": {"value": states, "from": "framework"}} if states else {})
+        dropping = list(dropout_probabilities(self._capture.framework.module).values())
+        drops = f"{', '.join(f'{p:g}' for p in sorted(set(dropping)))} in {len(dropping)} modules" if dropping else ""
+        more = (("autocast", states, "framework"), ("dropout", drops, "yours"))
+        return known | {name: {"value": value, "from": origin} for name, value, origin in more if value}
 
     def step(self, gathered: Gathered, record: StepRecord, context: Context) -> Traced:
         """Return what a measured step adds to the trace."""

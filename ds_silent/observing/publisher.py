@@ -81,9 +81,9 @@ class Publisher:
 
     def _context(self, seconds: Seconds) -> Context:
         capture, counts, walk = self._capture, self._capture.framework.counts, self._capture.walk
-        if self._tracer is not None:
-            self._tracer.begin()
         objective = capture.settings.objective
+        if self._tracer is not None:
+            self._tracer.begin(objective.backwards)
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
         facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
         return Context(
@@ -170,6 +170,8 @@ class Publisher:
             return
         if (boundary := _boundary_of(known)) not in self._early:
             self._early.add(boundary)  # first: a callback may publish
+            if closed:  # the optimizer may have raised: the step has not ended, and will not
+                self.cut_short(boundary)
             self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # no rank is asked any more what it is that differs
             unlike = self._capture.settings_check.unasked(arrived), self._capture.breach_check.unasked(arrived)

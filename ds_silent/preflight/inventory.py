@@ -182,12 +182,18 @@ def generator_items(module: nn.Module) -> list[Item]:
 
 def dropout_modules(module: nn.Module) -> list[str]:
     """Names of the modules that drop something: torch's own, and those that hand a probability to a function."""
-    found = []
+    return list(dropout_probabilities(module))
+
+
+def dropout_probabilities(module: nn.Module) -> dict[str, float]:
+    """The largest probability of each such module, by its name."""
+    found = {}
     for name, inner in module.named_modules():
         own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []
         held = [getattr(inner, attribute, 0.0) for attribute in PROBABILITIES]
-        if any(isinstance(p, (int, float)) and not isinstance(p, bool) and 0.0 < p <= 1.0 for p in (*own, *held)):
-            found.append(name or type(inner).__name__)
+        known = [float(p) for p in (*own, *held) if isinstance(p, (int, float)) and not isinstance(p, bool)]
+        if drops := [p for p in known if 0.0 < p <= 1.0]:
+            found[name or type(inner).__name__] = max(drops)
     return found
 
 

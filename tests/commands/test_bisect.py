@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,8 +75,60 @@ def test_the_first_release_that_parts_is_named(toyrate: None, tmp_path: Path) ->
     assert answer.startswith("toyrate 1.3 is the first release that parts from 1.0 (1 between could not run): ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["release"], found["last_alike"], found["step"], found["link"]) == ("1.3", "1.1", 1, "rates")
-    assert list(found["skipped"]) == ["1.2"]
+    log = tmp_path / "runs" / "bisect" / "toyrate" / "1.2" / "output.txt"
+    why = "with toyrate 1.2 the training ended with status 1 (ZeroDivisionError: division by zero); see "
+    assert found["skipped"] == {"1.2": f"{why}{log.relative_to(tmp_path)}"}
+    assert f"toyrate 1.2: left out, {why}{log.relative_to(tmp_path)}" in done.stdout.splitlines()
     assert found["factor"] == pytest.approx(1.1, rel=1e-3)
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+def end(*_):
+    time.sleep(1)
+    rank.kill()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+open(sys.argv[1], "w").write(f"{os.getpid()} {rank.pid}")
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_training_ends_with_the_search(toyrate: None, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """The launcher ends its ranks when it is asked to, as torchrun does: they have sessions of their own."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, str(Path(sys.executable).with_name("ds-silent")), "bisect", "toyrate", "--good", "1.0"]
+    training = [interpreter(), "launcher.py", "started"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [*command, "--bad", "1.4", "--", *training], cwd=tmp_path, env=environment, start_new_session=True
+    ) as search:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
+            assert time.monotonic() < deadline
+            assert search.poll() is None
+            time.sleep(0.1)
+        os.killpg(search.pid, number)  # as a terminal does: to all of its group
+        assert search.wait(60) == status
+    pids = (tmp_path / "started").read_text().split()
+    assert [pid for pid in pids if Path("/proc", pid).exists() and b"Z" not in state(pid)] == []
+
+
+def state(pid: str) -> bytes:
+    return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()[0]
+
+
+def test_the_lock_of_a_build_that_was_killed_is_removed(toyrate: None, tmp_path: Path) -> None:
+    lock = tmp_path / "runs" / "bisect" / "toyrate" / "1.0" / "extensions" / "operator" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    program = "import os, pathlib, sys; sys.exit(any(pathlib.Path(os.environ['TORCH_EXTENSIONS_DIR']).rglob('lock')))"
+    done = bisect(tmp_path, "toyrate", "--good", "1.0", "--bad", "1.4", training=[interpreter(), "-c", program])
+    assert "with toyrate 1.0 the training left no trace" in done.stderr
+    assert not lock.exists()
 
 
 def test_none_parts() -> None:

@@ -60,7 +60,7 @@ def test_the_exit_status(tmp_path: Path, trained: Trained) -> None:
 
 def test_assert_prints_the_answer_alone(trained: Trained) -> None:
     said = compare(trained(), trained(fault="rate", since=6), "--assert", code=1).stdout
-    answer = "another rate of group 0 from this step on: 0.001 in A, 0.0011 in B"
+    answer = "another rate of every group from this step on: 0.001 in A, 0.0011 in B"
     assert said == f"The trainings part at step 6 at the rates: {answer}.\n"
 
 
@@ -171,7 +171,7 @@ def test_the_fixture(tmp_path: Path, trained: Trained) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "AssertionError: The trainings part at step 1 at the rates: another rate of group 0" in done.stdout
+    assert "AssertionError: The trainings part at step 1 at the rates: another rate of every group" in done.stdout
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

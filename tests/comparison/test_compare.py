@@ -13,12 +13,13 @@ import pytest
 
 from ds_silent import trace
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
+from ds_silent.comparison.defaults import setting_differences
 from tests.comparison.conftest import Trained
 from tests.support.traced import Training, write
 
 MLP = {"model": "mlp", "lr": 3e-3}
 FAULTS = {
-    "rate": ("rates", None, 1.1, "another rate of group 0"),
+    "rate": ("rates", None, 1.1, "another rate of every group"),
     "layer-scaled": ("local", "layers.0", 1.001, "this layer's gradient alone, 1.0010001 times A's"),
     "row": ("rows", None, None, "other rows in this step alone"),
     "sign": ("local", "layers.0", None, "this layer's gradient alone, in another direction"),
@@ -110,6 +111,111 @@ def test_settings_that_move_no_number_are_listed_and_part_nothing(trained: Train
     }
     later = compare(trained(), trained(fault="rate", settings={"lr": 1.1e-3}))
     assert str(later.cause).endswith("(lr: 0.001 in A, 0.0011 in B)")
+
+
+def test_a_setting_that_differs_is_named_where_nothing_parts(trained: Trained) -> None:
+    together = "The trainings do not part: 10 steps (1 to 10) agree within rounding"
+    shares = {"zero_optimization.stage": 2, "bucket_bytes_cap": 1}
+    assert compare(trained(), trained(ranks=2, settings=shares)).sentence == f"{together}."
+    other = trained(ranks=2, settings={**shares, "foreach": True, "autocast": "bfloat16"})
+    assert compare(trained(settings={"foreach": False, "autocast": "off"}), other).sentence == (
+        f'{together}; a setting differs (and 1 more): autocast: "off" in A, "bfloat16" in B.'
+    )
+
+
+def test_a_setting_that_one_training_lists_by_group_is_that_of_each_group_in_the_other(trained: Trained) -> None:
+    listed = {
+        "weight_decay of group 0": 0.1,
+        "weight_decay of group 1": 0.0,
+        "betas of group 0": 1,
+        "betas of group 1": 1,
+    }
+    head = trace.read_trace(trained()).head
+    one, other = (
+        replace(head, settings={name: {"value": value, "from": "yours"} for name, value in settings.items()})
+        for settings in (listed, {"weight_decay": 0.1, "betas": 1})
+    )
+    for a, b, values in ((one, other, "0.0 in A, 0.1 in B"), (other, one, "0.1 in A, 0.0 in B")):
+        assert [found.sentence for found in setting_differences(a, b)] == [f"weight_decay of group 1: {values}"]
+
+
+def test_another_kind_of_optimizer_explains_more_than_its_own_settings(trained: Trained) -> None:
+    adam = trained(settings={"optimizer": "AdamW"})
+    found = compare(adam, trained(optimizer="sgd", settings={"optimizer": "SGD", "momentum": 0.0}))
+    assert (found.step, found.link) == (1, "update")
+    assert str(found.cause).endswith('(optimizer: "AdamW" in A, "SGD" in B)')
+
+
+def test_the_groups_whose_rate_differs_are_named(tmp_path: Path, trained: Trained) -> None:
+    def slower(factors: tuple[float, ...]) -> Change:
+        def change(step: trace.Step) -> trace.Step:
+            return replace(step, rates=tuple(1e-3 * factor for factor in factors))
+
+        return change
+
+    a = changed(trained(), tmp_path / "a", slower((1.0, 1.0, 1.0)))
+    for name, factors, said in (
+        ("one", (1.0, 1.0, 2.0), "another rate of group 2: 0.001 in A, 0.002 in B"),
+        ("two", (2.0, 1.0, 2.0), "another rate of groups 0, 2: 0.001 in A, 0.002 in B"),
+        ("all", (2.0, 3.0, 4.0), "another rate of every group: 0.001 in A, 0.002 in B, as group 0's"),
+    ):
+        assert compare(a, changed(trained(), tmp_path / name, slower(factors))).cause == said
+
+
+def test_a_direction_that_is_the_same_in_all_digits_is_not_called_another(tmp_path: Path, trained: Trained) -> None:
+    def turn(step: trace.Step) -> trace.Step:
+        assert step.local is not None
+        noise = np.random.default_rng(1).standard_normal(step.local.layer_sketches.shape)
+        size = np.linalg.norm(step.local.layer_sketches, axis=1, keepdims=True) / 8.0
+        sketches = (step.local.layer_sketches + 0.002 * size * noise).astype(np.float32)
+        return replace(step, local=replace(step.local, layer_sketches=sketches))
+
+    found = compare(trained(), changed(trained(), tmp_path / "b", turn))
+    assert (found.step, found.link) == (1, "local")
+    assert found.cause == "the same loss, and another gradient in all layers, by 0.0019 of its length"
+
+
+def test_a_loss_that_is_another_multiple_is_no_multiple_of_the_gradient(tmp_path: Path, trained: Trained) -> None:
+    found = compare(
+        trained(), changed(trained(), tmp_path / "b", lambda one: replace(one, loss=1.005 * (one.loss or 0)))
+    )
+    assert (found.step, found.link) == (1, "loss")
+    assert "every gradient" not in str(found.cause)
+
+
+def test_dropout_is_named_where_the_forward_differs(tmp_path: Path, trained: Trained) -> None:
+    def other(step: trace.Step) -> trace.Step:
+        return replace(step, loss=1.03 * (step.loss or 0.0))
+
+    def dropping(head: trace.Head) -> trace.Head:
+        return replace(head, settings={**head.settings, "dropout": {"value": "0.1 in 2 modules", "from": "yours"}})
+
+    a = changed(trained(), tmp_path / "a", lambda step: step, dropping)
+    both, one = (
+        compare(a, changed(trained(), tmp_path / n, other, h)) for n, h in (("b", dropping), ("c", lambda h: h))
+    )
+    assert (both.link, one.link) == ("loss", "loss")
+    masks = "; dropout (0.1 in 2 modules) draws other masks with another seed or number of ranks"
+    assert str(both.cause).endswith(f"another forward or another loss{masks}")
+    assert str(one.cause).endswith('another forward or another loss (dropout: "0.1 in 2 modules" in A, not named in B)')
+
+
+def test_a_parameter_that_one_of_the_two_does_not_train_is_named(tmp_path: Path, trained: Trained) -> None:
+    """Its gradient is compared with none; what it did not learn parts the others' at the next step."""
+
+    def frozen(head: trace.Head) -> trace.Head:
+        return replace(head, tensors=head.tensors[:-1])
+
+    def without(step: trace.Step) -> trace.Step:
+        assert step.weights is not None
+        return replace(step, weights=step.weights[: -last.samples])
+
+    last = trace.read_trace(trained()).head.tensors[-1]
+    found = compare(trained(), changed(trained(fault="layer-scaled", since=2), tmp_path / "b", without, frozen))
+    assert (found.step, found.link) == (2, "local")
+    assert str(found.cause).endswith(f"; {last.name} of A: no counterpart")
+    late = compare(trained(), changed(trained(fault="layer-scaled", since=3), tmp_path / "c", without, frozen))
+    assert (late.step, "counterpart" in str(late.cause)) == (3, False)
 
 
 def test_a_default_that_changed_is_named(tmp_path: Path, trained: Trained) -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ds_silent
 from ds_silent.trace import Gradient, Head, Step, Trace, read_trace, sampled
 from tests.support.distributed import run_distributed
 from tests.support.traced_training import CLIP, MICRO, STEPS, Cell, Outcome, Truth, folded, sketch64, train
@@ -131,6 +135,28 @@ def check_alike(trace: Trace, other: Trace) -> None:
             bound = 4.0 * (trace.head.rounding + other.head.rounding)  # type: ignore[operator]
             for name in ("sketch", "layer_norms", "layer_sketches"):
                 assert apart(getattr(one, name), getattr(two, name)) < bound, name
+
+
+def accumulates_unasked(directory: str) -> None:
+    """A loop of two micro-batches that says so to nobody; its model has dropout in two places."""
+    parts = nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1), nn.Dropout(0.25), nn.Dropout(0.0)
+    model = DistributedDataParallel(nn.Sequential(*parts))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"output_dir": directory, "trace": {}, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config=config):
+        for _ in range(3):
+            with model.no_sync():
+                model(torch.ones(2, 4)).mean().backward()
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_head_holds_what_the_first_step_showed(tmp_path: Path) -> None:
+    run_distributed(accumulates_unasked, 1, (str(tmp_path),), timeout=100)
+    head = read_trace(tmp_path).head
+    assert head.micro_batches == 2
+    assert head.settings["dropout"] == {"value": "0.1, 0.25 in 2 modules", "from": "yours"}
 
 
 def test_in_low_precision_what_is_scaled_is_unscaled(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ds_silent.commands.compare_runs import CompareOptions, compare_command
-from ds_silent.runs.curves import block_length, compare_curves, mean_interval
+from ds_silent.runs.curves import COMPARED, block_length, compare_curves, difference, mean_interval
+
+ANGLE = "mean of means angle"
 
 
 def autoregressive(steps: int, phi: float, rng: np.random.Generator) -> np.ndarray:
@@ -36,11 +39,23 @@ def test_blocks_are_longer_where_neighbours_are_alike() -> None:
     assert block_length(np.ones(100)) == 1
 
 
-def write(directory: Path, loss: np.ndarray, first: int = 1) -> Path:
+def write(directory: Path, loss: np.ndarray, first: int = 1, **others: np.ndarray) -> Path:
+    """A run's records; others: std of the losses, norm (its mean), angle (of the mean of means)."""
     directory.mkdir()
+
+    def of(name: str, at: int) -> float | None:
+        return float(others[name][at]) if name in others else None
+
     lines = [
-        {"step": step, "samples": 8 * step, "world_size": 2, "loss": {"mean": float(value), "std": None, "range": None}}
-        for step, value in enumerate(loss, first)
+        {
+            "step": first + at,
+            "samples": 8 * (first + at),
+            "world_size": 2,
+            "loss": {"mean": float(value), "std": of("std", at), "range": None},
+            "grad_norm": {"mean": of("norm", at)},
+            "objective": {"mean_of_means_angle": of("angle", at)},
+        }
+        for at, value in enumerate(loss)
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
@@ -70,6 +85,73 @@ def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_command([str(a), str(runs["too few steps"])], None, command) == 0
     (one,) = json.loads((tmp_path / "found.json").read_text())["curves"]
     assert (one["metric"], one["low"], one["verdict"]) == ("loss mean", "nan", "too few steps")
+
+
+def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(7)
+    loss, std, norm, angle = rng.standard_normal((4, 80))
+    a = write(tmp_path / "a", loss, std=std, norm=norm, angle=angle)
+    b = write(tmp_path / "b", rng.standard_normal(80), std=std + 1.0, norm=norm - 1.0, angle=angle)
+    short = write(tmp_path / "short", loss[:40] + rng.standard_normal(40))
+    differ = "the curves differ: B is higher in loss std; B is lower in norm mean"
+    every = "Over 80 steps every metric is the same in A and B."
+    for other, answer in (
+        (b, f"Over 80 steps {differ}; no difference is shown in loss mean."),
+        (short, "Over 40 steps no curve is shown to differ: too few steps for loss mean."),
+        (a, every),
+    ):
+        command = CompareOptions(curves=True, json_path=str(tmp_path / "found.json"))
+        assert compare_command([str(a), str(other)], None, command) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[:3] == [answer, f"A: {a}", f"B: {other}"]
+        assert json.loads((tmp_path / "found.json").read_text())["sentence"] == answer
+        assert [line.count(f"needs {compare_curves(a, short)[0].needed} steps") for line in said[6:-1]] == (
+            [1] if other is short else [0] * (len(said) - 7)
+        )
+
+
+def test_what_only_rounding_parts_is_the_same(tmp_path: Path) -> None:
+    """Replicas that all hold one batch: a cosine of 1 or 1 - 1e-16, an angle of 0 or 1e-15."""
+    loss = np.random.default_rng(8).standard_normal(100)
+    a = write(tmp_path / "a", loss, std=np.zeros(100), angle=np.zeros(100))
+    b = write(tmp_path / "b", loss * (1.0 + 2.0**-25), std=np.zeros(100), angle=np.full(100, 1e-15))
+    found = compare_curves(a, b)
+    assert {one.metric: one.verdict for one in found} == dict.fromkeys(("loss mean", "loss std", ANGLE), "the same")
+    c = write(tmp_path / "c", loss * (1.0 + 2.0**-22) + 1e-6, std=np.zeros(100), angle=np.zeros(100))
+    assert compare_curves(a, c)[0].verdict == "higher in B"
+
+
+def test_what_has_no_mean_or_bounds_another_number_is_not_compared() -> None:
+    names = {one.column for one in COMPARED}
+    assert not {"noise scale", "integrity bound", "mean of means angle error", "step seconds", "samples"} & names
+    assert {"loss mean", "loss std", "norm mean", "cosine mean", "integrity error", "label weights", ANGLE} <= names
+
+
+def test_a_long_run_needs_no_more_memory_than_a_short_one() -> None:
+    """A block a step would be 4,000 draws of 300,000 numbers: 10 GB."""
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((2, 300_000))
+    tracemalloc.start()
+    found = difference("loss mean", a, b + 0.1, 0.99)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found.block, found.blocks, found.verdict) == (300, 1000, "higher in B")
+    assert most < 300e6
+    assert found.high - found.low == pytest.approx(2 * 2.576 * (2.0 / 300_000) ** 0.5, rel=0.1)
+
+
+def test_the_spread_of_few_blocks_is_not_underrated(tmp_path: Path) -> None:
+    """Blocks of 6 of 60 steps spread around their own mean a tenth less than around the mean of the series."""
+    series = np.random.default_rng(2).standard_normal(60)
+    low, high = mean_interval(series, 6, 0.95)
+    means = np.array([np.take(series, range(at, at + 6), mode="wrap").mean() for at in range(60)])
+    drawn = means[np.random.default_rng(0).integers(0, 60, (4000, 10))]
+    ratios = np.sort((drawn.mean(1) - series.mean()) / (drawn.std(1, ddof=1) / 10**0.5))
+    error = means.std() / 10**0.5 * (1 / 0.9) ** 0.5
+    at = 0.975 * 4001  # of ranks from 1 on
+    above = ratios[int(at) - 1] + (at - int(at)) * (ratios[int(at)] - ratios[int(at) - 1])
+    assert low == pytest.approx(series.mean() - above * error, rel=1e-9)
+    assert high > series.mean()
 
 
 def test_steps_are_paired_by_number(tmp_path: Path) -> None:
