@@ -37,7 +37,7 @@ class Forwards:
     ):
         self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
         self._order = None if traced is None else traced.order
-        self._evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
+        self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
         self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
         self._start_step()
@@ -63,11 +63,11 @@ class Forwards:
         if self._order is not None:
             self._order.begin()
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
-            self._evaluated = self._evaluated_loss = None
+            self.evaluated = self._evaluated_loss = None
             self._settings.before_forward()
             rows()
         else:
-            self._evaluated = rows
+            self.evaluated = rows
 
     def _take_rows(self, args: Any, kwargs: Any) -> None:
         self._rows.forward(args, kwargs, self._loaders.forward)
@@ -88,13 +88,13 @@ class Forwards:
         if loss is not None:
             self._of_forwards.append(loss)
 
-    def gradient_came(self) -> None:
-        """Take the forward that was kept: it was a training's after all. Its loss may be counted by now."""
-        if self._evaluated is not None:
-            self._evaluated()
+    def was_training(self) -> None:
+        """Take the forward that was kept: a gradient has come of it. Its loss may be counted by now."""
+        if self.evaluated is not None:
+            self.evaluated()
             if self._evaluated_loss is not None and not self._losses and not self._shares:
                 self._of_forwards.append(self._evaluated_loss)
-            self._evaluated = self._evaluated_loss = None
+            self.evaluated = self._evaluated_loss = None
 
     def loss(self, loss: Tensor) -> None:
         """Take a micro-batch's loss, unscaled, as its backward begins."""
@@ -120,7 +120,7 @@ class Forwards:
 
     def end_step(self) -> None:
         """Forget the step that was taken."""
-        self._evaluated = self._evaluated_loss = None
+        self.evaluated = self._evaluated_loss = None
         self._rows.end_step()
         self._start_step()
 

@@ -116,7 +116,8 @@ class LocalGradient:
             )
         if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
             self._order.enter()
-        self.micro_batches.add(index, gradient)
+        if self.micro_batches.keeping:
+            self.micro_batches.add(index, gradient)
         first = self._fires[index] == 0
         self._fires[index] += 1
         if self._additive:
@@ -233,9 +234,8 @@ class KeptMicroBatches:
             self._asked, self.keeping = False, True
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Take a gradient of the micro-batch under way."""
-        if self.keeping:
-            self._current().add(index, gradient, square=False)
+        """Take a gradient of the micro-batch under way, while keeping."""
+        self._current().add(index, gradient, square=False)
 
     def end(self) -> None:
         """End the micro-batch under way."""

@@ -113,9 +113,16 @@ class StepMoments:
         self.scale = gradient.detach().float() * factor
 
     def gradient(self, index: int, gradient: Tensor) -> None:
-        """Observe one parameter's gradient of one micro-batch."""
-        self.forwards.gradient_came()
-        if self._measures():
+        """Observe one parameter's gradient of one micro-batch.
+
+        This runs for every parameter, between operations that have emptied the caches: a function that need not be
+        called costs ten times here what it costs in a loop.
+        """
+        if self.forwards.evaluated is not None:
+            self.forwards.was_training()
+        if not self.came:
+            self._came()
+        if self.plan.measures:
             self._settings.objective.reached = True
             boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
             self._local.observe(index, gradient, boundary, self.plan.exact)
@@ -128,7 +135,9 @@ class StepMoments:
     def micro_batch_ended(self, boundary: bool) -> bool:
         """Observe what no hook did; return whether the exact inner products are due before the reduction."""
         self._guard.local(self.forwards.backward_ended)
-        if not self._measures():
+        if not self.came:
+            self._came()
+        if not self.plan.measures:
             return False
         if boundary:
             self._reducing = True
@@ -200,12 +209,11 @@ class StepMoments:
         """Whether the step under way is measured, and has begun."""
         return self.came and self.plan.measures
 
-    def _measures(self) -> bool:
-        """Whether the step is measured; with its first gradient, look at the modes."""
-        first, self.came = not self.came, True
-        if first and self.plan.measures:
+    def _came(self) -> None:
+        """Begin the step with its first gradient, or with its reduction: look at the modes."""
+        self.came = True
+        if self.plan.measures:
             self._guard.local(self._settings.look_at_modes)
-        return self.plan.measures
 
 
 class StepCapture:

@@ -246,7 +246,7 @@ class CompiledAccumulator(Accumulator):
     def __init__(self, plan: SketchPlan, *arguments: Any, **named: Any):
         super().__init__(plan, *arguments, **named)
         functions = compiled()
-        self._reader, self._fold = functions.reader, functions.fold
+        self._readers, self._fold = functions.readers, functions.fold
         self._table_of = self._groups if self._sketch_groups else [0] * len(self._groups)
         self._touched: Touched = (ctypes.c_uint8 * len(self._tables))()
         self._signs_read = plan.signs.to(torch.int8)
@@ -256,7 +256,7 @@ class CompiledAccumulator(Accumulator):
     def _add_whole(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> bool:
         index, start, values = part
         self._touched[self._table_of[index]] = 1
-        read = self._reader(values.dtype, None if previous is None else previous.dtype)
+        read = self._readers.get((values.dtype, None if previous is None else previous.dtype))
         at, before = address_of(values), None if previous is None else address_of(previous)
         if read is None or not at or before == 0:
             return False

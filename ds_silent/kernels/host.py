@@ -1,7 +1,7 @@
 """Functions that read a gradient on the CPU in one pass, compiled from ``host.c`` at first use.
 
     functions = compiled()                       # NotCompiled: no compiler, or none that can
-    functions.reader(torch.float32, None)        # reads a tensor, see host.c; None: not of this dtype
+    functions.readers[torch.float32, None]       # reads a tensor, see host.c; absent: not of this dtype
     functions.checksums(tensors, sizes, keys)    # int64 (n,); None: torch reads these
 
 The machine's C compiler takes about a second, once per user: the library stays in ``TORCH_EXTENSIONS_DIR``, or in the
@@ -54,14 +54,18 @@ class NotCompiled(Exception):
 
 
 class Functions:
-    """The functions of one library."""
+    """The functions of one library.
+
+    Attributes:
+        readers: by the dtype of the values, and of what they are added to before.
+    """
 
     def __init__(self, library: ctypes.CDLL):
-        self._readers: dict[tuple[torch.dtype, torch.dtype | None], Read] = {}
+        self.readers: dict[tuple[torch.dtype, torch.dtype | None], Read] = {}
         for dtype, name in _NAMES.items():
-            self._readers[dtype, None] = library[f"read_{name}"]
-            self._readers.update({(dtype, onto): library[f"read_{name}_onto_{_NAMES[onto]}"] for onto in _NAMES})
-        for reader in self._readers.values():
+            self.readers[dtype, None] = library[f"read_{name}"]
+            self.readers.update({(dtype, onto): library[f"read_{name}_onto_{_NAMES[onto]}"] for onto in _NAMES})
+        for reader in self.readers.values():
             reader.argtypes, reader.restype = _READER, None  # type: ignore[attr-defined]
         self._checksums = library.checksums
         self._checksums.argtypes = (_SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS)
@@ -69,10 +73,6 @@ class Functions:
         self._fold = library.fold
         self._fold.argtypes, self._fold.restype = (_SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS), None
         self._word_keys = word_keys()
-
-    def reader(self, dtype: torch.dtype, previous: torch.dtype | None) -> Read | None:
-        """Return the function for values of a dtype, and the dtype of what they are added to before."""
-        return self._readers.get((dtype, previous))
 
     def fold(self, tables: Tensor, touched: Touched, size: int) -> Tensor:
         """Fold the tables, (n, a multiple of size) fp32, that were touched, and make them zero; (n, size) sketches."""

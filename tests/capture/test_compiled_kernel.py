@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +58,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype
     calls: list[tuple[torch.dtype, torch.dtype | None]] = []
     functions = host.compiled()
 
-    class Counted:
-        fold = functions.fold
+    class Readers(dict[tuple[torch.dtype, torch.dtype | None], host.Read]):
+        def get(self, dtypes: Any, default: Any = None) -> Any:
+            calls.append(dtypes)
+            return super().get(dtypes, default)
 
-        def reader(self, dtype: torch.dtype, previous: torch.dtype | None) -> host.Read | None:
-            calls.append((dtype, previous))
-            return functions.reader(dtype, previous)
+    class Counted:
+        fold, readers = functions.fold, Readers(functions.readers)
 
     monkeypatch.setattr(accumulator, "compiled", Counted)
     return calls
