@@ -8,7 +8,7 @@ Two runs of the same script are compared by it where a default has changed betwe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,26 @@ def settings_in_force(framework: Framework) -> dict[str, Setting]:
     attention = getattr(getattr(framework.module, "config", None), "_attn_implementation", None)
     if isinstance(attention, str):
         found["attention implementation"] = Setting(attention, "framework")
-    return found
+    return found | _of_torch()
+
+
+def _of_torch() -> dict[str, Setting]:
+    """Return how an accelerator rounds the factors of fp32 products. torch 2.9 has a second name for each switch."""
+    backends = torch.backends
+    product: Any = _either(torch.get_float32_matmul_precision, lambda: backends.cuda.matmul.fp32_precision)
+    convolution: Any = _either(lambda: backends.cudnn.allow_tf32, lambda: backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
+    return {
+        "TF32: precision of fp32 matrix products": Setting(product, "default" if product == "highest" else "yours"),
+        "TF32 in cuDNN": Setting(convolution, "default" if convolution is True else "yours"),
+    }
+
+
+def _either(read: Callable[[], Any], newer: Callable[[], Any]) -> Any:
+    """Read a switch; by its newer name once the script has set it so, because torch then refuses the older one."""
+    try:
+        return read()
+    except RuntimeError:
+        return newer()
 
 
 def _of_optimizer(optimizer: Any, framework: Framework) -> Iterator[tuple[str, Setting]]:

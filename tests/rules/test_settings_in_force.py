@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,6 +74,29 @@ def test_each_value_says_whose_it_is() -> None:
     assert own["optimizer 0: lr"] == (2e-4, "framework"), "a schedule sets it"
     assert own["optimizer 1: optimizer's update"] == ("not checked", "framework")
     assert own["optimizer 1: etas"] == ([0.5, 1.2], "default")
+
+
+@pytest.mark.parametrize(
+    ("script", "product", "convolution"),
+    [
+        ("pass", ["highest", "default"], [True, "default"]),
+        ("torch.set_float32_matmul_precision('high')", ["high", "yours"], [True, "default"]),
+        ("torch.backends.cudnn.allow_tf32 = False", ["highest", "default"], [False, "yours"]),
+        (
+            "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+            ["tf32", "yours"],
+            ["ieee", "yours"],
+        ),
+    ],
+)
+def test_tf32_is_a_setting_by_either_name(script: str, product: list[Any], convolution: list[Any]) -> None:
+    if "fp32_precision" in script and not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("this torch has the older names only")
+    imports = "import json, torch; from ds_silent.rules.settings_in_force import _of_torch"
+    code = f"{imports}; {script}; print(json.dumps(_of_torch()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = {"TF32: precision of fp32 matrix products": product, "TF32 in cuDNN": convolution}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 def test_what_schedules_write_and_what_json_cannot_is_not_listed_as_a_setting() -> None:
