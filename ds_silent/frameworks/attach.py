@@ -44,11 +44,12 @@ def attach(
     Args:
         training: a DeepSpeedEngine, a DistributedDataParallel, a module under ``fully_shard``, or Megatron-core's model
             or list of chunks, before its first step.
-        config: the block as a dict, parsed, or the path of a file that holds it; by default an engine's own, else all
-            defaults.
+        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
+            an engine's own, else all defaults.
         optimizer: the torch optimizer (or accelerate's around it), or several, or Megatron-core's; an engine has its
             own.
         loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch; an engine may have one.
+            The rows are followed without it too.
         accumulation: micro-batches per step, where the script accumulates, by default 1; an engine knows it, and
             Megatron-core may.
         _gather_limit: for tests: a few ranks can be above it.
@@ -58,7 +59,8 @@ def attach(
         that one process trains, an observer that does nothing.
 
     Raises:
-        ConfigError, SinkError: see :func:`ds_silent.initialize`.
+        ConfigError: the block or the model cannot be honoured; the same on every rank.
+        SinkError: a group's first rank cannot write to its directory; raised on every rank of the group.
     """
     if isinstance(training, DistributedDataParallel):
         from ds_silent.frameworks.ddp import attach_ddp

@@ -232,25 +232,7 @@ def attach_ddp(
     accumulation: int = 1,
     _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe a ``DistributedDataParallel`` training; ``observer.close()`` undoes it. Every rank calls it.
-
-    Args:
-        model: the wrapped module, before its first step.
-        optimizer: the torch optimizer, or several, that step its parameters.
-        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
-            all defaults.
-        loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch. The rows are followed
-            without it too.
-        accumulation: micro-batches per step, where the script accumulates.
-        _gather_limit: for tests: a few ranks can be above it.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block cannot be honoured; the same on every rank.
-        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
-    """
+    """Observe a ``DistributedDataParallel`` training as :func:`ds_silent.attach` does."""
     if not isinstance(model, DistributedDataParallel):
         return idle_or_refused(
             model,

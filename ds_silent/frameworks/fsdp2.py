@@ -244,19 +244,7 @@ def attach_fsdp2(
     accumulation: int = 1,
     _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe an FSDP2 training; ``observer.close()`` undoes it. Every rank calls it. A collective: it unshards once.
-
-    Args:
-        model: the root module that ``fully_shard`` has returned, before its first step.
-        optimizer, config, loader, accumulation, _gather_limit: as :func:`ds_silent.attach_ddp` takes them.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block or the model's layout cannot be honoured; the same on every rank.
-        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
-    """
+    """Observe an FSDP2 training as :func:`ds_silent.attach` does. A collective: it unshards once."""
     if not isinstance(model, FSDPModule):
         sentence = f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}"
         return idle_or_refused(model, config, sentence)

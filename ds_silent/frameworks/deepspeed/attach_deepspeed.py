@@ -113,20 +113,7 @@ def rates_before() -> Iterator[list[tuple[Any, list[float | None]]]]:
 def attach_engine(
     engine: Any, config: Given = None, *, loader: Any = None, _gather_limit: int = GATHER_LIMIT
 ) -> Observer | None:
-    """Observe an engine that someone else made; ``observer.close()`` undoes it.
-
-    Args:
-        engine: a DeepSpeedEngine, before its first step.
-        config: a parsed block, the block as a dict, or a file that holds it; by default the one in the engine's own
-            configuration.
-        loader: by default the engine's own.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
-
-    Raises:
-        ConfigError, SinkError: see :func:`initialize`.
-    """
+    """Observe an engine that someone else made, as :func:`ds_silent.attach` does."""
     block, refusal = None, None
     try:
         block = given_block(config if config is not None else find_block(_config_of(engine)), "ds_config")

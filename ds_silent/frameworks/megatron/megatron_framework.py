@@ -279,29 +279,7 @@ def attach_megatron(
     accumulation: int | None = None,
     _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe a Megatron-core training; ``observer.close()`` undoes it. Every rank calls it.
-
-    Each data-parallel group is observed by itself. Where there are several (tensor or pipeline parallelism), their
-    records are in directories of their own below ``output_dir``, such as ``tp0-pp1``.
-
-    Args:
-        model: what ``DistributedDataParallel`` has made of the model, or the list of its chunks, before its first step.
-        optimizer: what ``get_megatron_optimizer`` has returned.
-        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
-            all defaults.
-        forward_step: the script's own may be named; the losses are seen in Megatron's schedules without it.
-        loader: this rank's DataLoader or sampler, as :func:`ds_silent.attach_ddp` takes it.
-        accumulation: micro-batches per step; by default what Megatron's own calculator says, else 1.
-        _gather_limit: for tests: a few ranks can be above it.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block or the model cannot be honoured; the same on every rank.
-        MissingExtra: megatron-core is not installed.
-        SinkError: the first rank of a group cannot write to its directory; raised on every rank of the group.
-    """
+    """Observe a Megatron-core training as :func:`ds_silent.attach` does."""
     needs("ds_silent.attach_megatron", "megatron")
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     try:
