@@ -274,7 +274,6 @@ def attach_megatron(
     optimizer: Any,
     config: Given = None,
     *,
-    forward_step: Any = None,
     loader: Any = None,
     accumulation: int | None = None,
     _gather_limit: int = GATHER_LIMIT,
