@@ -277,9 +277,7 @@ class Weigher:
         return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; older states lack some of it."""
-        if "highest" in state:
-            self._first = np.array(state["first"], dtype=np.float64)
-            self._highest = unlisted(state["highest"])
-        if "recent" in state:
-            self.recent.load_state_dict(state["recent"])
+        """Continue from :meth:`state_dict`."""
+        self._first = np.array(state["first"], dtype=np.float64)
+        self._highest = unlisted(state["highest"])
+        self.recent.load_state_dict(state["recent"])

@@ -282,6 +282,6 @@ class Episodes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._active = {}
         for key, fault in state["active"].items():
-            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault.get("effects", ()))}
+            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault["effects"])}
             self._active[key] = OpenFault(**fault | tuples)
         self._returns = dict(state["returns"])

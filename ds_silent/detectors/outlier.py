@@ -238,16 +238,14 @@ class OutlierTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of as many ranks."""
         self._level.load_state_dict(state)
-        if state.get("change") is not None:  # older states lack what follows
+        if state["change"] is not None:
             self._change = AgainstOwnPast(self.ranks, self._cap)
             self._change.load_state_dict(state["change"])
-        if "highest" in state:
-            self._random, self._began = state["random"], state["began"]
-        if "at_once" in state:
-            self._at_once.load_state_dict(state["at_once"])
+        self._random, self._began = state["random"], state["began"]
+        self._at_once.load_state_dict(state["at_once"])
         self.weigher.load_state_dict(state)
-        self._flagged = {int(rank): Flag(**{"severity": "warning", **flag}) for rank, flag in state["flagged"].items()}
-        self._unsure = {int(rank): Flag(**flag) for rank, flag in state.get("unsure", {}).items()}
+        self._flagged = {int(rank): Flag(**flag) for rank, flag in state["flagged"].items()}
+        self._unsure = {int(rank): Flag(**flag) for rank, flag in state["unsure"].items()}
 
 
 def _column(values: Sequence[float] | None, ranks: int) -> Array:

@@ -86,6 +86,5 @@ class RankComparison(Detector):
         if state["outlier"] is not None:
             outlier, layers = self._begin(state["outlier"]["ranks"])
             outlier.load_state_dict(state["outlier"])
-            if state.get("layers") is not None:  # older states lack what follows
-                layers.load_state_dict(state["layers"])
-        self._layers_first = set(state.get("layers_first", ()))
+            layers.load_state_dict(state["layers"])
+        self._layers_first = set(state["layers_first"])

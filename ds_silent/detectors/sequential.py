@@ -264,11 +264,8 @@ class SequentialTest(Stored):
     # -- a resume ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of as many ranks; what a version that remembered less has written stays empty."""
-        if np.shape(state["evidence"]) != self._evidence.shape:
-            return
-        pool = np.size(np.array(state["pool"], dtype=np.float64)) == self._pool.size
-        super().load_state_dict({name: value for name, value in state.items() if pool or not name.startswith("pool")})
+        """Continue from the state of as many ranks."""
+        super().load_state_dict(state)
         self._sum_pool()
 
 

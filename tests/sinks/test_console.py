@@ -198,9 +198,11 @@ def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
     summary, told = RunSummary(), event(10, ranks=(1,))
-    end = replace(told, step=400, severity="info", message="Ended: duplicate-data, from step 10 to step 399.")
-    reminders = [replace(told, step=step, message="Still, since step 10: the same.") for step in (138, 266)]
-    resumed = replace(told, where="since before the resume", message="Still, since step 3: the same.")
+    message = "Ended: duplicate-data, from step 10 to step 399."
+    end = replace(told, step=400, severity="info", message=message, phase="ended")
+    still = replace(told, message="Still, since step 10: the same.", phase="ongoing")
+    reminders = [replace(still, step=step) for step in (138, 266)]
+    resumed = replace(still, where="since before the resume", message="Still, since step 3: the same.")
     for one in (told, *reminders, end, replace(told, step=500), resumed):
         summary.write_event(one)
     assert "; 3 errors; verdict: " in ended(summary, capsys)[0]
