@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
@@ -230,7 +229,6 @@ def attach_ddp(
     *,
     loader: Any = None,
     accumulation: int = 1,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe a ``DistributedDataParallel`` training as :func:`ds_silent.attach` does."""
     if not isinstance(model, DistributedDataParallel):
@@ -252,4 +250,4 @@ def attach_ddp(
             "the communication hook": hook_of(model),
         },
     )
-    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)

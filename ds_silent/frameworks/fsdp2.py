@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.framework import GatheredPiece, Moments, Part
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
@@ -242,7 +241,6 @@ def attach_fsdp2(
     *,
     loader: Any = None,
     accumulation: int = 1,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe an FSDP2 training as :func:`ds_silent.attach` does. A collective: it unshards once."""
     if not isinstance(model, FSDPModule):
@@ -257,4 +255,4 @@ def attach_fsdp2(
         framework=lambda optimizers, config, rows, steps: FSDP2Framework(model, optimizers, config, rows, steps),
         sharded=True,
     )
-    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import needs
 from ds_silent.framework import Framework, Moments, Part, Promise
 from ds_silent.frameworks import torch_common
@@ -276,7 +275,6 @@ def attach_megatron(
     *,
     loader: Any = None,
     accumulation: int | None = None,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe a Megatron-core training as :func:`ds_silent.attach` does."""
     needs("ds_silent.attach_megatron", "megatron")
@@ -306,7 +304,7 @@ def attach_megatron(
     places = {"tp": chunks[0].tp_group, "pp": chunks[0].pp_group}
     label = label_of({name: (group.rank(), group.size()) for name, group in places.items()})
     own = config if block is None else placed(block, label)
-    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches(), _gather_limit)
+    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches())
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:
