@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.config.block_file import section
-from ds_silent.config.errors import about
+from ds_silent.config.fields import about
 from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
 from ds_silent.extras import installed, missing_sentence
 

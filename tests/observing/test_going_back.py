@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.board import Board
+from ds_silent.distributed.agreement import Board
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.layout import GATHER_LIMIT, Layout
 from ds_silent.kernels.checksums import Replica
