@@ -1,8 +1,4 @@
-"""What a configuration will measure, send, keep and change, in words, before anything is started.
-
-for line in forecast_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
-    print(line)
-"""
+"""What a configuration will measure, send, keep and change, in words, before anything is started."""
 
 from __future__ import annotations
 

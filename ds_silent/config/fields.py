@@ -4,9 +4,6 @@
     method: Literal["sketch", "off"] = choice("sketch", "off")
     direction: DirectionConfig = inner(DirectionConfig)
 
-    values, errors = checked_keys(SilentConsistencyConfig, block, "silent_consistency")
-    errors += [value_error(SilentConsistencyConfig, "silent_consistency", one) for one in pydantic_error.errors()]
-
 A sentence names the key, what it must be, what stands there, and the remedy.
 """
 

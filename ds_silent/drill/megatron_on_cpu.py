@@ -1,8 +1,4 @@
-"""Let Megatron-core train on the CPU, in process groups of its own.
-
-with parallel(tensor=2):
-    model = DistributedDataParallel(config, options, module)
-"""
+"""Let Megatron-core train on the CPU, in process groups of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """``ds-silent watch``: a run in the live view, or at one moment as text or JSON; and the exit status.
 
-status = watch_command("runs/my-run", once=True, as_json=False, stale=None, every=1.0, alert=[])
-
 In the live view a thread reads, this one draws and listens to the keys: however long a file system takes, neither waits
 for it. A file that cannot be read is a line of the picture.
 """
