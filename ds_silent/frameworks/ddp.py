@@ -218,10 +218,6 @@ class DDPFramework(TorchFramework):
             guard.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From a module in ``DistributedDataParallel`` and its optimizer to an observer.
-
-
 def attach_ddp(
     model: DistributedDataParallel,
     optimizer: Any,

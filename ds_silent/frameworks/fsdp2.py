@@ -230,10 +230,6 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From a module under ``fully_shard`` and its optimizer to an observer.
-
-
 def attach_fsdp2(
     model: nn.Module,
     optimizer: Any,
