@@ -144,9 +144,6 @@ def _log(ratio: float | None) -> float:
     return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else 0.0
 
 
-# -- a flagged rank ----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Flag:
     """A rank that is named or noted: what differs since when, and what its numbers say."""

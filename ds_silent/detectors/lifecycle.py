@@ -167,9 +167,6 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     return findings
 
 
-# -- One event per fault -----------------------------------------------------------------------------------------------
-
-
 class Episodes:
     """Follow the faults that are open; ``rate``: stated false alarms per million steps, for the odds of events."""
 

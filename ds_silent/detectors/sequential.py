@@ -261,8 +261,6 @@ class SequentialTest(Stored):
         self._pool_total, self._pool_count = np.zeros((self.series, len(_TILTS))), self._pool_counts.sum(axis=0)
         self._pool_total[:, _REMEMBERS] = self._pool_sums.sum(axis=0)
 
-    # -- a resume ----------------------------------------------------------------------------------------------------
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of as many ranks."""
         super().load_state_dict(state)

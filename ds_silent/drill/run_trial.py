@@ -136,9 +136,6 @@ def _environment(changes: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------
-
-
 class _Deal:
     """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it.
 
@@ -189,9 +186,6 @@ def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
         seed=shard.seed,
         drop_last=True,
     )
-
-
-# -- when to stop ----------------------------------------------------------------------------------------------------
 
 
 class _Watch:

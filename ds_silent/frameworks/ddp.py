@@ -125,9 +125,6 @@ def _accumulator(parameter: Any) -> Any:
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
-# -- One model in ``DistributedDataParallel`` --------------------------------------------------------------------------
-
-
 class DDPFramework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 

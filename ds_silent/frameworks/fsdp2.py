@@ -129,9 +129,6 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
         reshard(model)
 
 
-# -- One model under ``fully_shard`` -----------------------------------------------------------------------------------
-
-
 class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 

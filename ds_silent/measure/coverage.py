@@ -26,9 +26,6 @@ FIRST_ROWS = 256  # of a pass
 ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are counted; of more, each with the next one
 
 
-# -- duplicates within a step ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SharedRows:
     """Rows of one step that more than one rank holds. Exact for the ids that were given.
@@ -64,9 +61,6 @@ def _pairs(owners: Ids, starts: Ids, holders: Ids) -> tuple[tuple[int, int, int]
     order = np.lexsort((pairs, -shared))
     pairs, shared = pairs[order], shared[order]
     return tuple(zip((pairs // base).tolist(), (pairs % base).tolist(), shared.tolist(), strict=True))
-
-
-# -- the epoch -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,6 @@ def _mean(result: tuple[Any, ...]) -> Tensor:
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
 
 
-# -- The chunks of one model in Megatron-core's ``DistributedDataParallel`` --------------------------------------------
-
-
 WORDS = Words(
     framework="Megatron-core",
     begin="ds_silent.attach_megatron",
@@ -260,9 +257,6 @@ def module_of(chunks: Sequence[Any]) -> nn.Module:
         module: nn.Module = chunks[0].module
         return module
     return nn.ModuleDict({f"chunk{number}": chunk.module for number, chunk in enumerate(chunks)})
-
-
-# -- From a model, or its chunks, and its optimizer to an observer -----------------------------------------------------
 
 
 _MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")

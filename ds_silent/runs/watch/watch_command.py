@@ -186,9 +186,6 @@ def _rank(row: RankRow) -> dict[str, Any]:
     return {key: to_json(value) if value != "" else None for key, value in dataclasses.asdict(row).items()}
 
 
-# -- The live view -----------------------------------------------------------------------------------------------------
-
-
 class Following(threading.Thread):
     """Reads a run every so many seconds; ``snapshot`` is the newest, None before the first.
 
