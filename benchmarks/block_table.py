@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.config.errors import about, block_type, is_list
+from ds_silent.config.fields import about, block_type, is_list
 from ds_silent.text import shown
 
 BEGIN = "<!-- the table: `make docs` writes it from ds_silent/config/__init__.py -->"

@@ -79,7 +79,7 @@ def make_run(directory: Path, steps: int, ranks: int, seed: int = 0) -> None:
         while (told := told + wait) < steps:
             wait *= 2
             text = f"Still, since step {begin + 8}: rank {{}} has larger gradients."
-            events.write(json.dumps(event(told, bad, "gradient norm", text)) + "\n")
+            events.write(json.dumps(event(told, bad, "gradient norm", text) | {"phase": "ongoing"}) + "\n")
     each = [
         {
             "rank": n,

@@ -12,7 +12,6 @@ because JSON has no such numbers and a dropped NaN is a hidden fault.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -303,17 +302,6 @@ class Event:
     def from_json(cls, value: Any) -> Event:
         """What :func:`to_json` has written; see :func:`from_json`."""
         return from_json(cls, value)
-
-
-_FOLLOWS = re.compile(r"Follows from the (\S+) of (?:the preflight|step \d+)( \(.*?\))?: ")
-
-
-def lifecycle_in(message: str) -> tuple[Phase | None, str | None]:
-    """Return ``phase`` and ``follows`` of an older version's event, which has them in its message only."""
-    if message.startswith(("Still, since step ", "Ended: ")):
-        return "ongoing" if message.startswith("Still") else "ended", None
-    found = _FOLLOWS.match(message)
-    return None, found and f"{found[1]}{found[2] or ''}"
 
 
 @dataclass(frozen=True)

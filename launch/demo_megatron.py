@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from ds_silent.drill.megatron_issues import SCENARIOS as ISSUES
-from ds_silent.drill.megatron_issues import Scenario, training_of
 from ds_silent.extras import MissingExtra, needs
+from megatron_issues import SCENARIOS as ISSUES
+from megatron_issues import Scenario, training_of
 
 RANKS, STEPS = 4, 5
 OUTPUT = Path("runs/demo-megatron")

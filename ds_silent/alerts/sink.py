@@ -25,7 +25,7 @@ from ds_silent.alerts.senders import NotSent, Send, sender_of, why_of
 from ds_silent.config import BLOCK, AlertConfig, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.config.destination import TRACKERS, Destination, WrongDestination, resolve
 from ds_silent.extras import installed
-from ds_silent.records import Event, Severity, StepRecord, from_json, lifecycle_in
+from ds_silent.records import Event, Severity, StepRecord, from_json
 from ds_silent.sinks.base import Sink
 from ds_silent.sinks.scalars import MonitorWrite
 
@@ -292,8 +292,6 @@ class FollowedEvents:
             event = from_json(Event, dict(line or {}))
         except ValueError:
             return
-        if event.phase is None:
-            event = replace(event, phase=lifecycle_in(event.message)[0])
         identity = (event.step, event.kind, event.ranks, event.where, event.severity)
         if identity not in self._known:
             self._known.add(identity)

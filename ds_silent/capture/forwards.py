@@ -59,7 +59,7 @@ class Forwards:
         self._times_share = times_its_share(self._module, kwargs)
         if (items := kwargs.get("num_items_in_batch")) is not None:
             self._settings.objective.items = items
-        rows = partial(self._take_rows, args, kwargs)
+        rows = partial(self._rows.forward, args, kwargs, self._loaders.forward)
         if self._order is not None:
             self._order.begin()
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
@@ -68,9 +68,6 @@ class Forwards:
             rows()
         else:
             self.evaluated = rows
-
-    def _take_rows(self, args: Any, kwargs: Any) -> None:
-        self._rows.forward(args, kwargs, self._loaders.forward)
 
     def forwarded(self, module: Any, inputs: Any, output: Any) -> None:
         """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""

@@ -1,7 +1,4 @@
-"""``ds-silent alert --test TO``: one message to each destination, now, and whether it arrived.
-
-status = alert_command(["env:SLACK_URL"], seconds=10.0)
-"""
+"""``ds-silent alert --test TO``: one message to each destination, now, and whether it arrived."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``ds-silent bisect PACKAGE -- COMMAND``: which release parted, at which step and link.
-
-status = bisect_command("deepspeed", BisectOptions("0.16.9", "0.18.2"), ["torchrun", "-m", "ds_silent", "train.py"])
-"""
+"""``ds-silent bisect PACKAGE -- COMMAND``: which release parted, at which step and link."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``ds-silent compare A B [C]``: where two trainings part, in one sentence, and the table behind it.
-
-status = compare_command(["runs/a", "runs/b"], golden=None, options=CompareOptions())
-"""
+"""``ds-silent compare A B [C]``: where two trainings part, in one sentence, and the table behind it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a configuration will measure, send, keep and change, in words, before anything is started.
-
-for line in forecast_lines(config, ds_config, world_size=8, parameters=1_155_912_192):
-    print(line)
-"""
+"""What a configuration will measure, send, keep and change, in words, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from ds_silent.capture.batch_rows import id_capacity
 from ds_silent.config import DirectionConfig, SilentConsistencyConfig
 from ds_silent.config.block_file import section, switched_on, zero_section
 from ds_silent.config.destination import masked
-from ds_silent.config.errors import about
+from ds_silent.config.fields import about
 from ds_silent.exchange.layout import LAYERS_TOGETHER, ExchangeShape, Layout, gathers_sketches, layout_of, place_size
 from ds_silent.exchange.row_ids import Sampling, sampling_of
 from ds_silent.exchange.rows import DECIDE

@@ -1,7 +1,5 @@
 """A command that measures for a while: how it shows its progress, what it leaves behind, and how its mistakes end.
 
-    exit_code = carried_out(measure, print_report, to_json, judge, json_path)
-
 Shared by ``ds-silent drill`` and ``ds-silent numerics``.
 """
 

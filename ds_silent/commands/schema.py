@@ -20,7 +20,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ds_silent.config import BLOCK, SKETCH_SIZES, TRACE_SIZES, SilentConsistencyConfig
-from ds_silent.config.errors import OF_A_FIELD
+from ds_silent.config.fields import OF_A_FIELD
 from ds_silent.records import FORMAT, Event, StepRecord
 
 Name = Literal["block", "metrics", "events"]

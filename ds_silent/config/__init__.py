@@ -24,18 +24,21 @@ from typing import Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from ds_silent.config.destination import MUST, environment_name, parse_destination
-from ds_silent.config.errors import about, checked_keys, plain, value_error
 from ds_silent.config.fields import (
     Block,
+    about,
     above_0,
+    checked_keys,
     choice,
     field,
     inner,
     is_power_of_two,
     optional,
+    plain,
     power_of_two,
     share,
     switch,
+    value_error,
     whole,
 )
 from ds_silent.text import shown

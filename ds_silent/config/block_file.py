@@ -1,7 +1,5 @@
 """A ``ds_config`` from wherever people keep it: a dict, a file, or DeepSpeed's base64 form.
 
-    ds_config = load_ds_config("ds_config.json")
-
 A file is read as DeepSpeed does (``DeepSpeedConfig.__init__`` in ``deepspeed/runtime/config.py``): Hjson, which is JSON
 with comments, from a path or from a base64 string.
 """

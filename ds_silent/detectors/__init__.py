@@ -30,8 +30,8 @@ from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
 from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
+from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
-from ds_silent.detectors.rank_comparison import RankComparison
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
@@ -41,8 +41,6 @@ __all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
 _VERSION = 2  # of the state
-_ALWAYS = ("episodes", "order", "repeats", "drift", "outlier", "pairs_before", "stale_key", "conditional")
-"""Entries that every state of this version has; older ones lack the others."""
 
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:
@@ -137,9 +135,6 @@ class Judge:
                 f"the detectors' state has version {state.get('version')!r}, this one reads {_VERSION}: start the "
                 "detectors without it"
             )
-        for key in _ALWAYS:
-            if key not in state:
-                raise KeyError(key)
         self._episodes.load_state_dict(state["episodes"])
         for detector in self._detectors:
             detector.load(state)

@@ -207,13 +207,12 @@ class AtOnce:
         return {"gaps": gaps, "highest": highest, "signed": self._signed, "runs": runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; older states know less of the sides, and keep what is new as it is."""
+        """Continue from :meth:`state_dict`."""
         for index, (gaps, value) in enumerate(zip(state["gaps"], state["highest"], strict=True)):
             self._gaps[index] = deque(gaps, maxlen=MEMORY)
             self._highest[index] = -math.inf if value is None else float(value)
-        signed = state["signed"]
-        self._signed = bool(signed[0] if isinstance(signed, list) else signed)
-        for index, run in enumerate(state.get("runs", ())):
+        self._signed = bool(state["signed"])
+        for index, run in enumerate(state["runs"]):
             self._runs[index] = None if run is None else _Run(**{**run, "gaps": tuple(run["gaps"])})
 
 

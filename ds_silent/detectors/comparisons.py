@@ -29,9 +29,7 @@ spread, and none is followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +59,6 @@ WINDOWS = (16, 128, 1024)
 SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
 _COVARIATES = ([TOKENS], [LOSS, TOKENS, DIRECTION], [LOSS, TOKENS])  # that explain each of the statistics
-_AXIS = {"level": 1}  # on which a past has its series; the first where it is not named
 _NOT_TOKENS = [row for row in range(len(WINDOWS) * len(SMALLEST)) if row % len(SMALLEST) != TOKENS]
 
 
@@ -211,7 +208,7 @@ class AgainstOwnPast(_Comparison):
     A resume keeps each rank's past; evidence that is not enough yet starts anew.
     """
 
-    stored = ("explained",)
+    stored = ("explained", "past")
 
     def __init__(self, ranks: int, cap: float):
         super().__init__(len(WINDOWS) * len(SMALLEST), ranks, cap)
@@ -255,22 +252,6 @@ class AgainstOwnPast(_Comparison):
         """Take what these ranks do from now on for their past."""
         self.forget(ranks)
         self._past.forget(ranks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able, with a past of each window."""
-        past, windows = self._past.state_dict(), range(len(WINDOWS))
-        split = {
-            name: np.split(np.array(values), len(WINDOWS), axis=_AXIS.get(name, 0)) for name, values in past.items()
-        }
-        pasts = [{name: parts[window].tolist() for name, parts in split.items()} for window in windows]
-        return {"pasts": pasts, **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        pasts = state["pasts"]
-        whole = {name: np.concatenate([past[name] for past in pasts], axis=_AXIS.get(name, 0)) for name in pasts[0]}
-        self._past.load_state_dict(whole)
 
 
 def _sizes(values: Array, healthy: Flags) -> Array:

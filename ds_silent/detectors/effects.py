@@ -144,9 +144,6 @@ def _log(ratio: float | None) -> float:
     return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else 0.0
 
 
-# -- a flagged rank ----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Flag:
     """A rank that is named or noted: what differs since when, and what its numbers say."""
@@ -277,9 +274,7 @@ class Weigher:
         return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; older states lack some of it."""
-        if "highest" in state:
-            self._first = np.array(state["first"], dtype=np.float64)
-            self._highest = unlisted(state["highest"])
-        if "recent" in state:
-            self.recent.load_state_dict(state["recent"])
+        """Continue from :meth:`state_dict`."""
+        self._first = np.array(state["first"], dtype=np.float64)
+        self._highest = unlisted(state["highest"])
+        self.recent.load_state_dict(state["recent"])

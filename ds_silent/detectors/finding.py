@@ -47,8 +47,7 @@ class Stored:
 
     They are numbers, arrays, tuples, rank -> step, or ``Stored`` themselves, also several of those in a list or tuple.
 
-    A name that an older version did not save stays as it is. What JSON cannot hold becomes minus infinity, the
-    logarithm of no evidence; in the arrays of ``unknown`` NaN.
+    What JSON cannot hold becomes minus infinity, the logarithm of no evidence; in the arrays of ``unknown`` NaN.
     """
 
     stored: tuple[str, ...] = ()
@@ -61,9 +60,8 @@ class Stored:
     def load_state_dict(self, state: Any) -> None:
         """Continue from :meth:`state_dict`."""
         for name in self.stored:
-            if name in state:
-                missing = math.nan if name in self.unknown else -math.inf
-                setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name], missing))
+            missing = math.nan if name in self.unknown else -math.inf
+            setattr(self, f"_{name}", _restored(getattr(self, f"_{name}"), state[name], missing))
 
 
 class Detector(Stored):
@@ -92,11 +90,8 @@ class Detector(Stored):
         return {self.key: self.state_dict()} if self.key else self.state_dict() or {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`save`; a state of an older version may lack the entry."""
-        if not self.key:
-            self.load_state_dict(state)
-        elif self.key in state:
-            self.load_state_dict(state[self.key])
+        """Continue from :meth:`save`."""
+        self.load_state_dict(state[self.key] if self.key else state)
 
 
 def with_odds(event: Event, rate: float, log_excess: float) -> Event:

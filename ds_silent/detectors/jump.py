@@ -197,9 +197,7 @@ class JumpTest(Detector):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; from an older version's state, which knows no levels, anew."""
-        if "levels" not in state:
-            return
+        """Continue from :meth:`state_dict`."""
         self._levels = {name: _Level(**level) for name, level in state["levels"].items()}
         for level in self._levels.values():
             level.last = None if level.last is None else (level.last[0], level.last[1])

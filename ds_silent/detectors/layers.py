@@ -244,8 +244,6 @@ class LayerTest:
         """Return where the directions begin among the series: behind the sizes of all layers, or at the end."""
         return (self._test.series - 1) // 2 if self._turns else self._test.series - 1
 
-    # -- a resume ------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: who is flagged and the scales. Evidence that is not enough yet starts anew: it would be as many
         numbers as there are layers, ranks and tilts."""

@@ -167,9 +167,6 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     return findings
 
 
-# -- One event per fault -----------------------------------------------------------------------------------------------
-
-
 class Episodes:
     """Follow the faults that are open; ``rate``: stated false alarms per million steps, for the odds of events."""
 
@@ -282,6 +279,6 @@ class Episodes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._active = {}
         for key, fault in state["active"].items():
-            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault.get("effects", ()))}
+            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault["effects"])}
             self._active[key] = OpenFault(**fault | tuples)
         self._returns = dict(state["returns"])

@@ -228,7 +228,7 @@ class OrderTest(Detector):
         self._score = float(_mean(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
-        self._own = float(state.get("own", 0.0))
+        self._own = float(state["own"])
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 

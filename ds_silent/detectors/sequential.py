@@ -261,14 +261,9 @@ class SequentialTest(Stored):
         self._pool_total, self._pool_count = np.zeros((self.series, len(_TILTS))), self._pool_counts.sum(axis=0)
         self._pool_total[:, _REMEMBERS] = self._pool_sums.sum(axis=0)
 
-    # -- a resume ----------------------------------------------------------------------------------------------------
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of as many ranks; what a version that remembered less has written stays empty."""
-        if np.shape(state["evidence"]) != self._evidence.shape:
-            return
-        pool = np.size(np.array(state["pool"], dtype=np.float64)) == self._pool.size
-        super().load_state_dict({name: value for name, value in state.items() if pool or not name.startswith("pool")})
+        """Continue from the state of as many ranks."""
+        super().load_state_dict(state)
         self._sum_pool()
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ds_silent import device
 from ds_silent.config import BLOCK, ConfigError
-from ds_silent.distributed.board import meeting, store_of_all
+from ds_silent.distributed.agreement import meeting, store_of_all
 from ds_silent.distributed.parts import SHOWN_RANKS, listed, ranks_of
 from ds_silent.records import Event, Place, to_json
 from ds_silent.text import shown

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_silent.commands.measuring import carried_out, console_of_stdout
+from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import Fault
 from ds_silent.drill.run_drill import DrillOptions, Outcome, Result, exit_code, run_drill, to_json
-from ds_silent.drill.setting import faults_of
 from ds_silent.drill.verdicts import due
 
 _REPAIR_NOTE = (
@@ -35,7 +35,7 @@ _LOSS_NOTE = (
 def drill_command(options: DrillOptions, list_faults: bool = False, json_path: str | None = None) -> int:
     """Run the drill and print its report, or the list of faults; return the exit status."""
     if list_faults:
-        print_list(faults_of(options.framework).values(), console_of_stdout())
+        print_list(FAULTS.values(), console_of_stdout())
         return 0
     return carried_out(partial(run_drill, options), print_report, to_json, exit_code, json_path)
 
@@ -59,7 +59,7 @@ def print_report(outcome: Outcome, console: Console) -> None:
     for note in setting.notes:
         console.print(f"  {note}", markup=False, highlight=False)
     console.print(_table(outcome))
-    below = setting.left_out([setting.faults[name] for name in outcome.skipped]) if outcome.skipped else []
+    below = setting.left_out([FAULTS[name] for name in outcome.skipped]) if outcome.skipped else []
     below += [*_notes(outcome), *([_REPAIR_NOTE] if any(result.repair for result in outcome.results) else [])]
     for line in (*below, _LOSS_NOTE, sentence(outcome)):
         console.print(line, markup=False, highlight=False)

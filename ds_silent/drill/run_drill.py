@@ -19,6 +19,7 @@ from typing import Any
 
 from ds_silent.config import ConfigError
 from ds_silent.config.block_file import load_ds_config
+from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import ORDERED, WARM, Fault
 from ds_silent.drill.faults.injection import Target
 from ds_silent.drill.run_trial import TrialRun, prepare, run_trial
@@ -128,9 +129,9 @@ def trials_of(options: DrillOptions, setting: DrillSetting) -> tuple[tuple[Trial
     """
     interval = setting.interval
     for name in options.faults:
-        if name not in setting.faults:
+        if name not in FAULTS:
             raise ConfigError(f"there is no fault {name!a}; ds-silent drill --list names them")
-    chosen = [fault for name, fault in setting.faults.items() if not options.faults or name in options.faults]
+    chosen = [fault for name, fault in FAULTS.items() if not options.faults or name in options.faults]
     able = [fault for fault in chosen if setting.why_not(fault) is None]
     skipped = tuple(fault.name for fault in chosen if fault not in able)
     compared = any(fault.strikes == "replica" and not fault.response for fault in able) and setting.replica_interval
@@ -200,7 +201,7 @@ def exit_code(outcome: Outcome) -> int:
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return what ``--json`` writes: numbers that are not finite are strings."""
     setting = outcome.setting
-    reasons = {name: setting.why_not(setting.faults[name]) for name in outcome.skipped}
+    reasons = {name: setting.why_not(FAULTS[name]) for name in outcome.skipped}
     return {
         "version": 1,
         "all_found": exit_code(outcome) == 0,

@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
 from ds_silent.drill.setting import FRAMEWORKS, DrillSetting
-from ds_silent.drill.training import SEED, DrillTraining, ObservedTraining, Script, Trial
+from ds_silent.drill.training import SEED, DrillTraining, Script, Trial
 from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -103,7 +103,7 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     return TrialRun(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
-def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[ObservedTraining]:
+def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[DrillTraining]:
     """Make a training, observed and with the script's fault in it; import its framework alone. A collective."""
     module, name = FRAMEWORKS[setting.framework].training.split(".")
     kind: type[DrillTraining] = getattr(importlib.import_module(f"ds_silent.drill.{module}"), name)
@@ -111,9 +111,8 @@ def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[O
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
-    """Of all data-parallel groups: where there are several, each writes into a directory of its own."""
-    found = (event for path in sorted(output_dir.glob("**/events.jsonl")) for event in read_events(path))
-    return sorted(found, key=lambda event: int(event["step"]))
+    path = output_dir / "events.jsonl"
+    return list(read_events(path)) if path.exists() else []
 
 
 def _rounding(output_dir: Path, step: int) -> float | None:
@@ -135,9 +134,6 @@ def _environment(changes: Any) -> Iterator[None]:
         for name in changes:
             del os.environ[name]
         os.environ.update(before)
-
-
-# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 class _Deal:
@@ -190,9 +186,6 @@ def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
         seed=shard.seed,
         drop_last=True,
     )
-
-
-# -- when to stop ----------------------------------------------------------------------------------------------------
 
 
 class _Watch:

@@ -23,10 +23,8 @@ from pydantic import BaseModel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
 from ds_silent.config.block_file import section
-from ds_silent.config.errors import about
-from ds_silent.drill.faults.catalogue import FAULTS
+from ds_silent.config.fields import about
 from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
-from ds_silent.drill.megatron_issues import PUBLIC
 from ds_silent.extras import installed, missing_sentence
 
 
@@ -108,10 +106,6 @@ class DrillSetting:
         """Whether the optimizer updates fp32 copies of weights of another dtype."""
         return self.dtype == "bf16" and self.framework in ("deepspeed", "megatron")
 
-    @property
-    def faults(self) -> Mapping[str, Fault]:
-        return faults_of(self.framework)
-
     def facts(self) -> dict[str, Any]:
         """Return what the JSON file says of the framework."""
         if self.framework == "deepspeed":
@@ -176,8 +170,6 @@ class DrillSetting:
             if self.stage in fault.stages and self.dtype in fault.dtypes and self.accumulation >= fault.accumulation:
                 return None
             return f"means nothing under {self.kind}, {self.dtype}, accumulation {self.accumulation}"
-        if fault.only_ranks is not None:
-            return None if self.ranks == fault.only_ranks else f"its groups are of {fault.only_ranks} ranks"
         if self.variant in fault.not_applicable:
             return fault.not_applicable[self.variant]
         if self.dtype not in fault.dtypes:
@@ -199,11 +191,6 @@ class DrillSetting:
         if repairs and no_repair:
             raise ConfigError(no_repair)
         return None
-
-
-def faults_of(framework: str) -> Mapping[str, Fault]:
-    """Return all faults that a drill of this framework knows, by name; nothing of it need be installed."""
-    return {**FAULTS, **PUBLIC} if framework == "megatron" else FAULTS
 
 
 def make_setting(

@@ -1,4 +1,4 @@
-"""Train around Megatron-core's wrapper, its buckets and its optimizer; or a small GPT with a fault of a public issue.
+"""Train around Megatron-core's wrapper, its buckets and its optimizer.
 
 What differs from the loop of plain torch: a bucket is reduced as its last gradient comes, by Megatron's own code; the
 gradient lies in ``main_grad``; and Megatron's optimizer holds the one that steps.
@@ -20,42 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.config import BLOCK
-from ds_silent.drill.faults.injection import Batch
-from ds_silent.drill.megatron_gpt import parallel
-from ds_silent.drill.megatron_issues import SCENARIOS, ScenarioTraining, training_of
+from ds_silent.drill.megatron_on_cpu import parallel
 from ds_silent.drill.setting import DrillSetting
 from ds_silent.drill.train_torch import LoopTraining
 from ds_silent.drill.training import (
     LARGEST_BUCKET,
     LEARNING_RATE,
     WEIGHT_DECAY,
+    DrillTraining,
     Hooks,
-    ObservedTraining,
     Script,
-    state_of,
 )
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 from ds_silent.observing.observer import Observer
-from ds_silent.practice.probe import hash_of
-
-
-class PublicTraining:
-    """A training in which a fault of a public issue goes wrong, or its healthy twin.
-
-    Its rows are its own: ranks of one tensor-parallel group must hold the same.
-    """
-
-    def __init__(self, training: ScenarioTraining) -> None:
-        self.observer, self._training = training.observer, training
-
-    def step(self, batches: list[Batch], step: int) -> float:
-        return self._training.step()
-
-    def state(self) -> str:
-        module = self._training.chunk.module
-        return hash_of(state_of(module, inner) for _, inner in inner_optimizers(self._training.optimizer))
 
 
 class MegatronTraining(LoopTraining):
@@ -63,13 +41,8 @@ class MegatronTraining(LoopTraining):
 
     @classmethod
     @contextmanager
-    def running(cls, setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
-        """Train the practice model, or a public fault's own model, until the training is over. A collective."""
-        if script.trial.name in SCENARIOS:
-            block = {**setting.config[BLOCK], "output_dir": str(script.output_dir)}
-            with training_of(SCENARIOS[script.trial.name], block) as training:
-                yield PublicTraining(training)
-            return
+    def running(cls, setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
+        """Train until the training is over. A collective."""
         with parallel(), cls(setting, script).reached() as practice:
             yield practice
 

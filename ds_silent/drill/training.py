@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -183,18 +183,6 @@ class _Arriving:
         self._arrived()
 
 
-class ObservedTraining(Protocol):
-    """What a trial needs of a training."""
-
-    observer: Observer
-
-    def step(self, batches: list[Batch], step: int) -> float:
-        """Take one optimizer step, counted from 1; return this rank's loss, averaged over its micro-batches."""
-
-    def state(self) -> str:
-        """Hash what this rank holds."""
-
-
 class DrillTraining(ABC):
     """A training of the practice model; each framework has a subclass, whose ``__init__`` takes setting and script.
 
@@ -217,13 +205,13 @@ class DrillTraining(ABC):
 
     @classmethod
     @contextmanager
-    def running(cls, setting: DrillSetting, script: Script) -> Iterator[ObservedTraining]:
+    def running(cls, setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
         """Make the training, observed and with the script's fault in it, until it is over. A collective."""
         with cls(setting, script).reached() as training:  # type: ignore[call-arg]
             yield training
 
     @contextmanager
-    def reached(self) -> Iterator[ObservedTraining]:
+    def reached(self) -> Iterator[DrillTraining]:
         """Reach into the training and attach the observer; put everything back at the end."""
         script, injection = self.script, self.script.injection
         if script.trial.own_seeds:
@@ -248,6 +236,7 @@ class DrillTraining(ABC):
         self.close()
 
     def step(self, batches: list[Batch], step: int) -> float:
+        """Take one optimizer step, counted from 1; return this rank's loss, averaged over its micro-batches."""
         hooks, total = self.hooks, 0.0
         hooks.act("before", self.module, self.optimizer, step)
         for number, batch in enumerate(batches):
@@ -261,7 +250,17 @@ class DrillTraining(ABC):
         return total / len(batches)
 
     def state(self) -> str:
-        return state_of(self.module, self.optimizer)
+        """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
+
+        Of what is sharded it is this rank's own part, which differs from rank to rank.
+        """
+        held: list[Any] = [*self.module.parameters(), *self.module.buffers()]
+        for group in self.optimizer.param_groups:
+            held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
+            for parameter in group["params"]:
+                held.append(parameter)
+                held += [value for _, value in sorted(self.optimizer.state.get(parameter, {}).items())]
+        return hash_of(local_of(value) for value in held)
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """Return the leaves. A collective."""
@@ -288,20 +287,6 @@ class DrillTraining(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the framework holds."""
-
-
-def state_of(module: nn.Module, optimizer: Any) -> str:
-    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
-
-    Of what is sharded it is this rank's own part, which differs from rank to rank.
-    """
-    held: list[Any] = [*module.parameters(), *module.buffers()]
-    for group in optimizer.param_groups:
-        held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
-        for parameter in group["params"]:
-            held.append(parameter)
-            held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
-    return hash_of(local_of(value) for value in held)
 
 
 def seed_all(seed: int) -> None:

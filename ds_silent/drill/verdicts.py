@@ -1,8 +1,4 @@
-"""Judge from events and losses whether a fault was found, and from states whether it was repaired. Pure.
-
-verdict = judge(fault, target, events, interval=1)
-verdict.right, verdict.step, verdict.answer
-"""
+"""Judge from events and losses whether a fault was found, and from states whether it was repaired. Pure."""
 
 from __future__ import annotations
 

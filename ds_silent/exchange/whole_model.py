@@ -4,8 +4,8 @@
     gathered = model.exchange(gathered)                     # on each of them, once per measured step, in order
     model.norm(step)                                        # of a step that was exchanged at least one step ago
 
-Each leaves what it knows on a :mod:`ds_silent.distributed.board`, before any goes on to the next but one: the training
-itself brings them together in each step, where it clips. Only for a loss a rank waits, WAIT at most.
+Each leaves what it knows on a :class:`~ds_silent.distributed.agreement.Board`, before any goes on to the next but one:
+the training itself brings them together in each step, where it clips. Only for a loss a rank waits, WAIT at most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_silent.distributed.board import Board
+from ds_silent.distributed.agreement import Board
 from ds_silent.exchange.observation import Gathered, on_any
 
 WAIT = timedelta(seconds=2)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.torch_common import idle_or_refused, is_fsdp1
 from ds_silent.observing.observe import Given
 from ds_silent.observing.observer import Observer
@@ -37,51 +36,45 @@ def attach(
     optimizer: Any = None,
     loader: Any = None,
     accumulation: int | None = None,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe a training that someone else made; ``observer.close()`` undoes it. Every rank calls it.
 
     Args:
         training: a DeepSpeedEngine, a DistributedDataParallel, a module under ``fully_shard``, or Megatron-core's model
             or list of chunks, before its first step.
-        config: the block as a dict, parsed, or the path of a file that holds it; by default an engine's own, else all
-            defaults.
+        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
+            an engine's own, else all defaults.
         optimizer: the torch optimizer (or accelerate's around it), or several, or Megatron-core's; an engine has its
             own.
         loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch; an engine may have one.
+            The rows are followed without it too.
         accumulation: micro-batches per step, where the script accumulates, by default 1; an engine knows it, and
             Megatron-core may.
-        _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
         the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer. Of a plain module
         that one process trains, an observer that does nothing.
 
     Raises:
-        ConfigError, SinkError: see :func:`ds_silent.initialize`.
+        ConfigError: the block or the model cannot be honoured; the same on every rank.
+        SinkError: a group's first rank cannot write to its directory; raised on every rank of the group.
     """
     if isinstance(training, DistributedDataParallel):
         from ds_silent.frameworks.ddp import attach_ddp
 
-        return attach_ddp(
-            training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
-        )
+        return attach_ddp(training, optimizer, config, loader=loader, accumulation=accumulation or 1)
     if is_fsdp2(training):
         from ds_silent.frameworks.fsdp2 import attach_fsdp2
 
-        return attach_fsdp2(
-            training, optimizer, config, loader=loader, accumulation=accumulation or 1, _gather_limit=_gather_limit
-        )
+        return attach_fsdp2(training, optimizer, config, loader=loader, accumulation=accumulation or 1)
     if is_deepspeed(training):
         from ds_silent.frameworks.deepspeed.attach_deepspeed import attach_engine
 
-        return attach_engine(training, config, loader=loader, _gather_limit=_gather_limit)
+        return attach_engine(training, config, loader=loader)
     if is_megatron(training):
         from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 
-        return attach_megatron(
-            training, optimizer, config, loader=loader, accumulation=accumulation, _gather_limit=_gather_limit
-        )
+        return attach_megatron(training, optimizer, config, loader=loader, accumulation=accumulation)
     return idle_or_refused(training, config, _not_known(training), plain=not _is_early_fsdp2(training))
 
 

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
@@ -126,9 +125,6 @@ def _accumulator(parameter: Any) -> Any:
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
-# -- One model in ``DistributedDataParallel`` --------------------------------------------------------------------------
-
-
 class DDPFramework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
@@ -219,10 +215,6 @@ class DDPFramework(TorchFramework):
             guard.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From a module in ``DistributedDataParallel`` and its optimizer to an observer.
-
-
 def attach_ddp(
     model: DistributedDataParallel,
     optimizer: Any,
@@ -230,27 +222,8 @@ def attach_ddp(
     *,
     loader: Any = None,
     accumulation: int = 1,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe a ``DistributedDataParallel`` training; ``observer.close()`` undoes it. Every rank calls it.
-
-    Args:
-        model: the wrapped module, before its first step.
-        optimizer: the torch optimizer, or several, that step its parameters.
-        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
-            all defaults.
-        loader: this rank's DataLoader or sampler, for the preflight and the size of an epoch. The rows are followed
-            without it too.
-        accumulation: micro-batches per step, where the script accumulates.
-        _gather_limit: for tests: a few ranks can be above it.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block cannot be honoured; the same on every rank.
-        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
-    """
+    """Observe a ``DistributedDataParallel`` training as :func:`ds_silent.attach` does."""
     if not isinstance(model, DistributedDataParallel):
         return idle_or_refused(
             model,
@@ -270,4 +243,4 @@ def attach_ddp(
             "the communication hook": hook_of(model),
         },
     )
-    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)

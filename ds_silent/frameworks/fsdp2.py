@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.framework import GatheredPiece, Moments, Part
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_loop import TorchFramework
@@ -130,9 +129,6 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
         reshard(model)
 
 
-# -- One model under ``fully_shard`` -----------------------------------------------------------------------------------
-
-
 class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
@@ -231,10 +227,6 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From a module under ``fully_shard`` and its optimizer to an observer.
-
-
 def attach_fsdp2(
     model: nn.Module,
     optimizer: Any,
@@ -242,21 +234,8 @@ def attach_fsdp2(
     *,
     loader: Any = None,
     accumulation: int = 1,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe an FSDP2 training; ``observer.close()`` undoes it. Every rank calls it. A collective: it unshards once.
-
-    Args:
-        model: the root module that ``fully_shard`` has returned, before its first step.
-        optimizer, config, loader, accumulation, _gather_limit: as :func:`ds_silent.attach_ddp` takes them.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block or the model's layout cannot be honoured; the same on every rank.
-        SinkError: rank 0 cannot write to ``output_dir``; raised on every rank.
-    """
+    """Observe an FSDP2 training as :func:`ds_silent.attach` does. A collective: it unshards once."""
     if not isinstance(model, FSDPModule):
         sentence = f"attach_fsdp2 takes a module under fully_shard, got {type(model).__name__}"
         return idle_or_refused(model, config, sentence)
@@ -269,4 +248,4 @@ def attach_fsdp2(
         framework=lambda optimizers, config, rows, steps: FSDP2Framework(model, optimizers, config, rows, steps),
         sharded=True,
     )
-    return attach_wrapped(wrapped, optimizer, config, loader, accumulation, _gather_limit)
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)

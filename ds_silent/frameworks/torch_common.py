@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework
 from ds_silent.kernels.checksums import Items, Replica
@@ -55,7 +54,6 @@ def attach_wrapped(
     config: Given = None,
     loader: Any = None,
     accumulation: int = 1,
-    gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
     """Observe it, see :func:`ds_silent.attach_ddp`. Every rank calls it."""
     optimizers = [torch_optimizer(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
@@ -87,7 +85,6 @@ def attach_wrapped(
                 groups=partial(groups_of, optimizers),
             ),
             loader=loader,
-            gather_limit=gather_limit,
         )
         return observe(subject, block, refusal)
 

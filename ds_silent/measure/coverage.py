@@ -26,9 +26,6 @@ FIRST_ROWS = 256  # of a pass
 ALL_PAIRS = 64  # ranks that hold a row, up to which all pairs of them are counted; of more, each with the next one
 
 
-# -- duplicates within a step ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SharedRows:
     """Rows of one step that more than one rank holds. Exact for the ids that were given.
@@ -64,9 +61,6 @@ def _pairs(owners: Ids, starts: Ids, holders: Ids) -> tuple[tuple[int, int, int]
     order = np.lexsort((pairs, -shared))
     pairs, shared = pairs[order], shared[order]
     return tuple(zip((pairs // base).tolist(), (pairs % base).tolist(), shared.tolist(), strict=True))
-
-
-# -- the epoch -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,17 +163,16 @@ class EpochCoverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`, with its capacity; a damaged one raises ValueError and changes nothing."""
         try:
-            capacity, level, visits, rows = (int(state[key]) for key in ("capacity", "level", "visits", "rows"))
-            known = int(state.get("known", visits))  # older versions had no samples
+            names = "capacity", "level", "visits", "known", "rows"
+            capacity, level, visits, known, rows = (int(state[name]) for name in names)
             packed = base64.b64decode(str(state["hashes"]), validate=True)
             crc = int(state["crc"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the coverage in the checkpoint cannot be read ({error}): start its epoch again"
             ) from error
-        lengths = (rows * 8, rows * 8 + (rows + 7) // 8)  # older versions wrote a bit more for each row
         sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, known) and known <= visits
-        if not sane or len(packed) not in lengths or zlib.crc32(packed) != crc:
+        if not sane or len(packed) != rows * 8 or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
         hashes = np.frombuffer(packed, dtype="<u8", count=rows)
         self._capacity, self._level, self._visits, self._known = capacity, level, visits, known

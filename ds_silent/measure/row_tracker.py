@@ -220,13 +220,12 @@ class RowTracker:
         """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         self._epoch.load_state_dict(state["epoch"])
         self._partial, self._resumed = bool(state["partial"]), True
-        self._level = int(state.get("level", 0))  # older versions sent all rows
-        self._first = np.array(state.get("first", []), dtype=np.uint64)  # likewise
-        self._short, self._before_anew = bool(state.get("short", False)), int(state.get("before_anew", 0))
+        self._level = int(state["level"])
+        self._first = np.array(state["first"], dtype=np.uint64)
+        self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
         self._order = SameOrder()
-        if "deal" in state:
-            self.deal.load_state_dict(state["deal"])
-            self._recent.load_state_dict(state["recent"])
+        self.deal.load_state_dict(state["deal"])
+        self._recent.load_state_dict(state["recent"])
 
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:

@@ -32,7 +32,7 @@ from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, Writer
 from ds_silent.config.block_file import load_ds_config, name_of
 from ds_silent.distributed.parts import listed
 from ds_silent.distributed.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
-from ds_silent.exchange.layout import GATHER_LIMIT
+from ds_silent.exchange import layout
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import Hash
@@ -75,7 +75,6 @@ class Subject:
     loader: Any = None  # the training's, or its sampler, where it is known before it feeds the training
     before: Hash | None = None  # of the weights before the framework broadcast rank 0's
     monitor_write: MonitorWrite | None = None  # of the framework's own monitor
-    gather_limit: int = GATHER_LIMIT  # ranks up to which everybody gets everybody's sketch
 
 
 @contextmanager
@@ -182,7 +181,7 @@ def observer_of(held: Any) -> Observer | None:
 
 
 def _capture_of(subject: Subject, config: SilentConsistencyConfig) -> StepCapture:
-    return StepCapture(subject.framework(config), config, subject.gather_limit)
+    return StepCapture(subject.framework(config), config, layout.GATHER_LIMIT)
 
 
 def _refusal_of(subject: Subject, config: SilentConsistencyConfig) -> ConfigError | None:

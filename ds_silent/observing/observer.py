@@ -158,7 +158,7 @@ class Observer:
         self._guard.cleanup(self._steps.publish_early, self._closed)  # what is under way was taken before the way back
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
-        self._replicas.loaded(state.get("weights_checksum"))  # "weights", of older versions, was made otherwise
+        self._replicas.loaded(state.get("weights_checksum"))
         if isinstance(state.get("counted"), dict):
             self._capture.framework.counts.load_state_dict(state["counted"])
         self._publisher.recorder.load_state_dict(state)

@@ -166,12 +166,13 @@ class _Judgement:
             if "rows" in state:
                 self._tracker.load_state_dict(state["rows"])
             if self.judge is not None and state.get("judge") is not None:
-                before = _ranks_of(state)
-                if before not in (None, ranks):
+                before = int(state["ranks"])
+                if before != ranks:
                     return before
                 self.judge.load_state_dict(state["judge"])
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+            self.begin_anew()
         return None
 
 
@@ -375,13 +376,6 @@ class Recorder:
         self._beside.wait()
         if self._judgement is not None:
             self._ranks_before = self._judgement.load_state_dict(state, len(self._members)) or self._ranks_before
-
-
-def _ranks_of(state: dict[str, Any]) -> int | None:
-    """Return of how many ranks a state is; an older one says it only where its detectors have compared ranks."""
-    compared = state["judge"].get("outlier") or {}
-    ranks = state.get("ranks", compared.get("ranks"))
-    return None if ranks is None else int(ranks)
 
 
 def ranks_changed(step: int, before: int, now: int) -> Event:

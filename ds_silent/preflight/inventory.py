@@ -321,9 +321,6 @@ def _portable(value: Any) -> Any:
     return [_portable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-# -- values ---------------------------------------------------------------------------------------------------------
-
-
 def _plain(value: Any) -> Any:
     """A JSON value that stands for a hyper-parameter."""
     if isinstance(value, Tensor):

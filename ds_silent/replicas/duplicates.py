@@ -3,8 +3,8 @@
     duplicates = Duplicates("tensor-parallel duplicates", ranks=(0, 1), items=[("norm.weight", weight)], every=100)
     event = duplicates.compare(step)         # as each step begins, on each of them; on the first, where they differ
 
-Each data-parallel group is observed by itself, so ranks leave their checksums on a
-:mod:`ds_silent.distributed.board`, and the first one looks whether all are there, now or later. No rank waits.
+Each data-parallel group is observed by itself, so ranks leave their checksums on a board of
+:mod:`ds_silent.distributed.agreement`, and the first one looks whether all are there, now or later. No rank waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from ds_silent.distributed.board import KEPT, Board
+from ds_silent.distributed.agreement import KEPT, Board
 from ds_silent.distributed.parts import SHOWN_RANKS, listed, parts_of
 from ds_silent.kernels.checksums import Bits, Items
 from ds_silent.records import Event

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_silent.distributed.parts import SHOWN_RANKS, ranks_of
-from ds_silent.records import lifecycle_in
 from ds_silent.runs.lines import MOST_RANKS, number, of, ranks, text, whole
 
 SEVERITIES: Mapping[str, str] = {"error": "error", "warning": "warning", "info": "note"}
@@ -173,9 +172,6 @@ class EventLog:
             self.recent.append(listed)
         self._latest = max(self._latest, step)
         phase, follows = text(line.get("phase"), 20), text(line.get("follows"), 600)
-        if not phase:
-            said, cause = lifecycle_in(message)
-            phase, follows = said or "", cause or ""
         still, ended = phase == "ongoing", phase == "ended"
         key: Any = (kind, where, named, total, bool(follows))
         effect = (*key[:-1], True)

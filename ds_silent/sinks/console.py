@@ -23,6 +23,7 @@ from ds_silent.text import one_line, printable
 
 _COLOURS: Mapping[Severity, str] = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "info": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
+EVERY = 10  # measured steps
 LONGEST_LINE = 200
 """Characters of an event up to which a terminal breaks its line itself; a longer one is hard to find one's way in."""
 _NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
@@ -31,19 +32,17 @@ _NARROWEST = 40  # columns: in a terminal of fewer every word would be a line
 class ConsoleSink(Sink):
     """Prints through ``tqdm.write``, which steps around a progress bar and is a plain print where there is none.
 
-    The first measured record is always printed, so that a new user sees at once that it works; then each ``every``-th,
-    or with 0 none but events. ``label``: which engine of the process the lines are about.
+    The first measured record is printed, so that a new user sees at once that it works; then each ``EVERY``-th.
+    ``label``: which engine of the process the lines are about.
     """
 
-    def __init__(self, every: int = 10, label: str | None = None) -> None:
-        if every < 0:
-            raise ValueError(f"every must be at least 0, got {every}")
-        self._every, self._written = every, 0
+    def __init__(self, label: str | None = None) -> None:
+        self._written = 0
         self._name = speaker(label)
 
     def write(self, record: StepRecord) -> None:
         self._written += 1
-        if self._every and (self._written == 1 or self._written % self._every == 0):
+        if self._written == 1 or self._written % EVERY == 0:
             say(self._named(step_line(record)))
 
     def write_event(self, event: Event) -> None:

@@ -113,14 +113,17 @@ def test_watch_tells_what_comes_and_not_what_was(tmp_path: Path) -> None:
             assert program.stdout is not None
             assert program.stdout.readline().startswith("alerts of ")
             time.sleep(1.0)
-            append(directory, replace(event(131), message="Still, since step 3: They differ."))
+            append(directory, replace(event(131), message="Still, since step 3: They differ.", phase="ongoing"))
             append(directory, replace(event(140), kind="replica-drift", severity="info"))  # type: ignore[arg-type]
             began = time.monotonic()
             append(directory, event(150, "replica-drift"))
             server.wait(1)
             assert server.times[0] - began < 2.0
             append(
-                directory, replace(event(160), message="Ended: duplicate-data, from step 3 to 159.", severity="info")
+                directory,
+                replace(
+                    event(160), message="Ended: duplicate-data, from step 3 to 159.", severity="info", phase="ended"
+                ),
             )
             server.wait(2)
         finally:

@@ -65,16 +65,6 @@ def test_a_task_out_of_phase_is_told_by_the_spread(ranks: int) -> None:
     assert [e for e in steps(unknown, 60, out=True, dealt="unknown") if e.severity != "info"] == []
 
 
-def test_the_state_of_a_version_without_spreads_starts_the_comparison_anew() -> None:
-    run = Run()
-    run.steps(30)
-    state = run.judge.state_dict()
-    for name in ("evidence", "cusum", "onset"):
-        state["outlier"]["test"][name] = state["outlier"]["test"][name][:4]
-    run.judge.load_state_dict(state)
-    assert run.until_event(25, scale=1.5)[1].ranks == (2,)
-
-
 def test_three_per_cent_is_found_in_time() -> None:
     run = Run(ranks=8, seed=3)
     run.steps(60)

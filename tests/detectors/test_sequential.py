@@ -148,8 +148,6 @@ def test_every_number_of_ranks_has_a_history_and_resumes_with_it(ranks: int) -> 
     assert remembering > within + 0.1  # the step before is looked at too
     again = SequentialTest(1, ranks, cap=40.0)
     again.load_state_dict(test.state_dict())
-    older = test.state_dict() | {"pool": [], "pool_steps": []}
-    SequentialTest(1, ranks, cap=40.0).load_state_dict(older)
     values = random.standard_normal((1, ranks))
     for one in (test, again):
         one.step(3, values, np.ones(ranks, dtype=bool))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.exchange.layout import GATHER_LIMIT
-from tests.support.distributed import run_distributed
+from tests.support.distributed import gather_limit_of, run_distributed
 from tests.support.training import LENGTH, VOCABULARY, Case, Probe
 
 BAD, STRIKE, ROWS = 2, 4, 4
@@ -106,9 +106,8 @@ def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda g: g * (0.05 / g.norm().clamp(min=1e-30)).clamp(max=1.0))
-    engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
-    )
+    with gather_limit_of(limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     generator = torch.Generator().manual_seed(50 + rank)
     for step in range(1, script.steps + 1):
         now["step"] = step

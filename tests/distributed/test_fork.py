@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ds_silent
-from tests.support.distributed import run_distributed
+from tests.support.distributed import gather_limit_of, run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
 
 STEPS = 6
@@ -54,9 +54,8 @@ def forked(directory: str, how: str, limit: int) -> dict[str, Any]:
     config["silent_consistency"]["tensorboard"] = True
     torch.manual_seed(1234)
     model = Probe(None)
-    engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=config, _gather_limit=limit
-    )
+    with gather_limit_of(limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     observer = ds_silent.observer_of(engine)
     generator, statuses, me = torch.Generator().manual_seed(dist.get_rank()), [], os.getpid()
     if how == "worker":

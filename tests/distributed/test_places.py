@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.config import ConfigError
 from ds_silent.distributed import places as places_module
-from ds_silent.distributed.board import store_of_all
+from ds_silent.distributed.agreement import store_of_all
 from ds_silent.distributed.places import AT_ONCE, PlaceBoard, Places, own_place, read_groups, spot
 from ds_silent.records import Event, Place, from_json
 from ds_silent.sinks.jsonl import read_event_records

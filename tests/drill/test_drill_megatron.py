@@ -1,4 +1,4 @@
-"""The drill under Megatron-core: some of each kind of fault, and the faults of public issues."""
+"""The drill under Megatron-core: some of each kind of fault."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ds_silent.config import ConfigError
 from ds_silent.drill import setting as drill_setting
 from ds_silent.drill.faults.catalogue import FAULTS
 from ds_silent.drill.faults.fault import MAJORITY, RETRY
-from ds_silent.drill.megatron_issues import PUBLIC, SCENARIOS
 from ds_silent.drill.printing import print_report
 from ds_silent.drill.run_drill import DrillOptions, Outcome, exit_code, judged, to_json, trials_of
 from ds_silent.drill.run_trial import TrialRun, run_trial
-from ds_silent.drill.setting import DrillSetting, faults_of
+from ds_silent.drill.setting import DrillSetting
 from ds_silent.drill.setting import make_setting as make
 from ds_silent.drill.training import Trial
 from ds_silent.extras import installed
@@ -79,47 +78,6 @@ def test_they_are_found_as_under_deepspeed(tmp_path: Path) -> None:
         assert to_json(outcome)["distributed_optimizer"] is bool(setting.stage)
 
 
-# -- faults of public issues -------------------------------------------------------------------------------------------
-
-
-def public_trials() -> tuple[DrillSetting, tuple[Trial, ...]]:
-    setting = make_setting({"silent_consistency": {}}, 4)
-    trials, skipped = trials_of(DrillOptions(faults=tuple(PUBLIC), framework="megatron"), setting)
-    assert skipped == ()
-    return setting, trials[3:]
-
-
-def perform_public(send: Callable[[TrialRun], None], directory: str) -> None:
-    setting, trials = public_trials()
-    start = cold(setting)
-    for trial in trials:
-        send(run_trial(start, trial, Path(directory, trial.name)))
-
-
-@needs_megatron
-@pytest.mark.matrix
-def test_what_happened_to_somebody_is_told(tmp_path: Path) -> None:
-    setting, trials = public_trials()
-    results = list(judged(trials, list(on_ranks(perform_public, (str(tmp_path),), 4)), setting))
-    assert {r.trial.name for r in results if r.trial.fault is None} == {SCENARIOS[name].healthy for name in PUBLIC}
-    wrong = {r.trial.name: (r.verdict, r.run.events) for r in results if not r.right}
-    assert not wrong, "\n".join(f"{n}: {v[0]} {v[1]}" for n, v in wrong.items())
-
-
-def test_every_public_issue_has_a_training_and_a_healthy_one() -> None:
-    issues = {issue for name in PUBLIC for issue in SCENARIOS[name].issue.split(", ")}
-    assert issues == {
-        *("#3023", "#7165", "#6080", "#1622", "#7289", "#1446", "#619", "#656", "#565", "#4609", "#5916", "#950"),
-        "#7299",
-    }
-    assert not set(PUBLIC) & set(FAULTS)
-    for name, scenario in SCENARIOS.items():
-        twin = SCENARIOS[scenario.healthy]
-        assert twin.expected is None, name
-        assert (twin.shape == scenario.shape) or name == "stale-weights", name
-        assert (scenario.expected is None) == (name == scenario.healthy), name
-
-
 # -- which faults, and why not -----------------------------------------------------------------------------------------
 
 
@@ -129,9 +87,8 @@ def test_every_fault_is_tried_or_has_a_reason(stage: int) -> None:
     setting = make_setting(None, 4, stage)
     trials, skipped = trials_of(DrillOptions(framework="megatron"), setting)
     tried = {trial.name for trial in trials if trial.fault is not None}
-    assert tried | set(skipped) == {*FAULTS, *PUBLIC} == set(faults_of("megatron"))
+    assert tried | set(skipped) == set(FAULTS)
     assert not tried & set(skipped)
-    assert set(PUBLIC) <= tried
     variant = f"megatron-{stage}"
     assert {name for name, fault in FAULTS.items() if variant in fault.not_applicable} <= set(skipped)
     console = Console(width=4000, record=True, quiet=False)
@@ -146,13 +103,12 @@ def test_every_fault_is_tried_or_has_a_reason(stage: int) -> None:
 
 
 @pytest.mark.usefixtures("there")
-def test_nothing_is_repaired_there_and_public_faults_have_their_ranks() -> None:
+def test_nothing_is_repaired_there() -> None:
     setting = make_setting({"silent_consistency": {}}, 4)
     with pytest.raises(ConfigError, match="does not write weights with Megatron-core"):
         setting.answering(MAJORITY)
     with pytest.raises(ConfigError, match="only a reduction of DeepSpeed"):
         setting.answering(RETRY)
-    assert make_setting(None, 3).why_not(PUBLIC["router"]) == "its groups are of 4 ranks"
     with pytest.raises(ConfigError, match=r"--stage must be 0, or 1 for the distributed optimizer, .* got 2"):
         make_setting(None, 4, 2)
 
@@ -165,12 +121,3 @@ def test_where_it_is_not_installed_one_sentence_says_so(monkeypatch: pytest.Monk
         "ds-silent: ds-silent drill --framework megatron needs megatron-core, which is not installed: "
         'pip install "ds_silent[megatron]"\n'
     )
-
-
-def test_the_list_names_the_public_faults_where_they_are_tried() -> None:
-    listed = {
-        framework: CliRunner().invoke(app, ["drill", "--list", "--framework", framework]).stdout
-        for framework in ("deepspeed", "megatron")
-    }
-    assert "layer-norms → replica-drift" in listed["megatron"]
-    assert "layer-norms" not in listed["deepspeed"]

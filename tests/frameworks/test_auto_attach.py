@@ -155,7 +155,7 @@ def train():
 if __name__ == "__main__":
     train()
 """
-ON_CPU = "import contextlib\nfrom ds_silent.drill.megatron_gpt import on_cpu\n_stack = contextlib.ExitStack()\n"
+ON_CPU = "import contextlib\nfrom ds_silent.drill.megatron_on_cpu import on_cpu\n_stack = contextlib.ExitStack()\n"
 ON_CPU += "_stack.enter_context(on_cpu())\n"
 
 

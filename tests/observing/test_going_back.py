@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.board import Board
+from ds_silent.distributed.agreement import Board
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.layout import GATHER_LIMIT, Layout
 from ds_silent.kernels.checksums import Replica
@@ -38,6 +38,7 @@ from tests.support.ddp_training import DDPCase
 from tests.support.ddp_training import build as build_ddp
 from tests.support.distributed import run_distributed
 from tests.support.made_observations import gathered_of
+from tests.support.made_records import Run
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, build
 
 CLIP = 0.05
@@ -222,6 +223,20 @@ def test_what_others_have_told_outlives_what_was_learned() -> None:
     assert judgement.judge not in (None, before)
     assert judgement._tracker is not rows
     assert judgement.judge._episodes._told == before._episodes._told != []
+
+
+def test_a_state_that_is_not_whole_leaves_nothing_loaded() -> None:
+    nothing: Any = SimpleNamespace()
+    judgement = _Judgement(SilentConsistencyConfig.model_validate({}), nothing, nothing, TORCH, True)
+    run = Run(2)
+    run.steps(60)
+    state = run.judge.state_dict()
+    fresh, learned = judgement.state_dict(False), {"rows": judgement.state_dict(False)["rows"], "ranks": 2}
+    judgement.load_state_dict({**learned, "judge": state}, 2)
+    assert judgement.state_dict(False) != fresh
+    del state["drift"]  # what comes before it was read already
+    judgement.load_state_dict({**learned, "judge": state}, 2)
+    assert judgement.state_dict(False) == fresh
 
 
 def test_what_responses_had_still_to_tell_is_told_with_the_first_record_after_the_way_back() -> None:

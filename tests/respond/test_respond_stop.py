@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import gather_limit_of, run_distributed
 from tests.support.repairs import (
     FAULT,
     ODD,
@@ -68,9 +68,8 @@ def stopped(directory: str) -> list[dict[str, Any]]:
         config["silent_consistency"] = {**settings, "output_dir": str(Path(directory, name))}
         torch.manual_seed(1234)
         model, patches = Probe(None), Patches()
-        engine, *_ = ds_silent.initialize(
-            model=model, model_parameters=model.parameters(), config=config, _gather_limit=case.limit
-        )
+        with gather_limit_of(case.limit):
+            engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
         generator = torch.Generator().manual_seed(dist.get_rank())
         case.fault(engine, patches)
         status, steps = None, 0

@@ -23,7 +23,8 @@ from tests.support.made_records import Run, make
 
 
 def event(step: int, kind: str = "outlier-rank", severity: str = "error", message: str = "Rank 2 is off.", **more):  # type: ignore[no-untyped-def]
-    given = {"ranks": (2,), "where": "loss", "score": 20.0, "threshold": 16.0} | more
+    phase = {"Still,": "ongoing", "Ended:": "ended"}.get(message.split()[0])
+    given = {"ranks": (2,), "where": "loss", "score": 20.0, "threshold": 16.0, "phase": phase} | more
     return Event(step=step, kind=kind, severity=severity, message=message, remedy="Look.", **given)  # type: ignore[arg-type]
 
 
@@ -245,7 +246,7 @@ FOLLOWING = "Follows from the aggregation-error of step 10 (applied gradient): T
 LATER = event(30, "replica-drift", message="They were left apart by that of step 10.", where="weight")
 
 
-LEFT = event(12, "replica-drift", "info", FOLLOWING, where="weight")
+LEFT = event(12, "replica-drift", "info", FOLLOWING, where="weight", follows="aggregation-error (applied gradient)")
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,13 @@ def test_what_was_not_measured_is_not_mentioned() -> None:
     assert "loss nan ± inf (range ?)" in line
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"), [(0, []), (1, list(range(1, 26))), (10, [1, 10, 20]), (7, [1, 7, 14, 21]), (100, [1])]
-)
-def test_the_interval(every: int, steps: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(every)
+def test_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink()
     for step in range(1, 26):
         sink.write(full_record(step))
     sink.close()
     printed = [int(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
-    assert printed == steps
+    assert printed == [1, 10, 20]
 
 
 def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +50,14 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "write", written.append)
     monkeypatch.setattr(sys, "stdout", stream)
-    ConsoleSink(1).write(full_record(3))
+    ConsoleSink().write(full_record(3))
     [line] = [text for text in written if text]
     assert line.startswith("[ds_silent] step 3  loss")
     assert line.endswith("\n")
 
 
 def test_a_second_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(1, label="engine-2")
+    sink = ConsoleSink(label="engine-2")
     sink.write(full_record(3))
     sink.write_event(event())
     step, told = capsys.readouterr().out.splitlines()
@@ -68,13 +65,8 @@ def test_a_second_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.startswith("[ds_silent engine-2] step 12  ERROR  duplicate-data")
 
 
-def test_a_negative_interval() -> None:
-    with pytest.raises(ValueError, match="every must be at least 0, got -1"):
-        ConsoleSink(-1)
-
-
 def test_events_are_always_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(0)
+    sink = ConsoleSink()
     sink.write_event(event())
     assert capsys.readouterr().out == (
         "[ds_silent] step 12  ERROR  duplicate-data  ranks 0, 3  at train_loader: "
@@ -94,7 +86,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         stream = io.StringIO()
         monkeypatch.setattr(stream, "isatty", lambda: terminal)
         monkeypatch.setattr(sys, "stdout", stream)
-        ConsoleSink(1).write_event(said)
+        ConsoleSink().write_event(said)
         return stream.getvalue()
 
     return show
@@ -106,7 +98,7 @@ def test_a_terminal_shows_the_severity_in_colour(severity: Any, colour: str, sho
     line = shown(said)
     assert f"\x1b[{colour}m{severity.upper()}  duplicate-data\x1b[0m  ranks" in line
     assert line.replace(f"\x1b[{colour}m", "").replace("\x1b[0m", "") == event_line(said) + "\n"
-    ConsoleSink(1).write(full_record(1))
+    ConsoleSink().write(full_record(1))
     assert sys.stdout.getvalue()[len(line) : -1].isprintable()  # type: ignore[attr-defined]  # a step has none
 
 
@@ -147,7 +139,7 @@ def test_two_hundred_characters_are_left_to_the_terminal() -> None:
 
 
 def test_a_lasting_fault_is_one_line_a_rare_reminder_and_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    judge, sink = Judge(DetectorsConfig()), ConsoleSink(0)
+    judge, sink = Judge(DetectorsConfig()), ConsoleSink()
     for step in range(1, 260):
         shared = {(0, 3): 8} if 10 <= step < 250 else {}
         evidence = Evidence(duplicates=shared, rows_per_rank=(8, 8, 8, 8))
@@ -170,7 +162,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 def test_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
-    ConsoleSink(1).write(full_record(1))
+    ConsoleSink().write(full_record(1))
     assert raw.getvalue().startswith(b"[ds_silent] step 1  loss 2.31 ? 0.18")
 
 
@@ -179,7 +171,7 @@ def test_a_progress_bar_is_cleared_before_and_drawn_again_after(monkeypatch: pyt
     monkeypatch.setattr(sys, "stdout", screen)
     with tqdm(total=3, file=screen, ncols=60) as bar:
         bar.update(1)
-        ConsoleSink(1).write(full_record(1))
+        ConsoleSink().write(full_record(1))
     line = next(part for part in screen.getvalue().split("\n") if "[ds_silent]" in part)
     assert line.split("\r")[-1].startswith("[ds_silent] step 1  loss")  # the bar is wiped, then the line starts at 0
     assert "1/3" in screen.getvalue().split("B_noise 310\n")[1]
@@ -206,9 +198,11 @@ def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_last_line_counts_a_fault_once(capsys: pytest.CaptureFixture[str]) -> None:
     summary, told = RunSummary(), event(10, ranks=(1,))
-    end = replace(told, step=400, severity="info", message="Ended: duplicate-data, from step 10 to step 399.")
-    reminders = [replace(told, step=step, message="Still, since step 10: the same.") for step in (138, 266)]
-    resumed = replace(told, where="since before the resume", message="Still, since step 3: the same.")
+    message = "Ended: duplicate-data, from step 10 to step 399."
+    end = replace(told, step=400, severity="info", message=message, phase="ended")
+    still = replace(told, message="Still, since step 10: the same.", phase="ongoing")
+    reminders = [replace(still, step=step) for step in (138, 266)]
+    resumed = replace(still, where="since before the resume", message="Still, since step 3: the same.")
     for one in (told, *reminders, end, replace(told, step=500), resumed):
         summary.write_event(one)
     assert "; 3 errors; verdict: " in ended(summary, capsys)[0]

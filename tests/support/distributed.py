@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
+from ds_silent.exchange import layout
 from ds_silent.practice.ranks import PRELOADED, results_of
 
 PRELOADED.append("pytest")  # ranks import the test's module for its function: 0.4 s of CPU on each
@@ -29,6 +32,11 @@ def run_distributed(
     # what the tests that were collected have imported, some ranks import too: 0.5 to 3 s of CPU on each
     PRELOADED.extend(name for name in FRAMEWORKS if name in sys.modules and name not in PRELOADED)
     return results_of(function, arguments, world_size, timeout, may_die)
+
+
+def gather_limit_of(ranks: int) -> AbstractContextManager[object]:
+    """With more than ``ranks`` ranks, observers that are attached inside do without everybody's sketches."""
+    return patch.object(layout, "GATHER_LIMIT", ranks)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -25,6 +25,7 @@ from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.distributed import gather_limit_of
 from tests.support.repairs import state_of
 from tests.support.training import Case
 
@@ -327,13 +328,9 @@ def train(
     if block is not None:
         config["silent_consistency"] = {**block, "output_dir": str(folder)}
     client = None if setting.client is None else CLIENTS[setting.client](groups)
-    engine, *_ = ds_silent.initialize(
-        model=model,
-        optimizer=client,
-        model_parameters=None if client else groups,
-        config=config,
-        _gather_limit=gather_limit,
-    )
+    parameters = None if client else groups
+    with gather_limit_of(gather_limit):
+        engine, *_ = ds_silent.initialize(model=model, optimizer=client, model_parameters=parameters, config=config)
     patches = Patches()
     try:
         if fault is not None:

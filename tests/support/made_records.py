@@ -6,7 +6,7 @@ import numpy as np
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.rank_comparison import RankComparison
+from ds_silent.detectors.outlier import RankComparison
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, StepRecord
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
+from ds_silent.drill.megatron_on_cpu import parallel
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from megatron_gpt import GptShape, gpt_models, take_step
 from tests.support.ddp_training import skips
 from tests.support.training import Case, Trace, oracle_step
 

@@ -22,6 +22,7 @@ from ds_silent.drill.faults.update import skipped
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
+from tests.support.distributed import gather_limit_of
 from tests.support.training import Case, Probe, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
@@ -51,9 +52,8 @@ def trained(
         config["silent_consistency"] = {**copy.deepcopy(settings), "output_dir": str(output_dir)}
     torch.manual_seed(1234)
     model = Probe(None)
-    engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=config, _gather_limit=gather_limit
-    )
+    with gather_limit_of(gather_limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     patches = Patches()
     try:

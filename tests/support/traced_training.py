@@ -27,6 +27,7 @@ from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from tests.support import ddp_training, megatron_training
 from tests.support.ddp_training import DDPCase, FSDP2Case, whole
+from tests.support.distributed import gather_limit_of
 from tests.support.megatron_training import MegatronCase
 from tests.support.training import Case
 
@@ -137,7 +138,8 @@ def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
         model, optimizer = ddp_training.build(DDPCase(dtype=cell.dtype))
     attach = attach_fsdp2 if sharded else attach_ddp
     block = cell.block(directory) if cell.observed else {"enabled": False}
-    observer = attach(model, optimizer, block, accumulation=accumulation, _gather_limit=cell.limit)
+    with gather_limit_of(cell.limit):
+        observer = attach(model, optimizer, block, accumulation=accumulation)
     scheduler = falling(optimizer)
 
     def step(batches: Tensor) -> None:
@@ -170,13 +172,9 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
     config = case.config(directory, False) | {"silent_consistency": cell.block(directory)}
     if not cell.observed:
         del config["silent_consistency"]
-    engine, *_ = ds_silent.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=config,
-        lr_scheduler=falling,
-        _gather_limit=cell.limit,
-    )
+    parameters = model.parameters()
+    with gather_limit_of(cell.limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=parameters, config=config, lr_scheduler=falling)
 
     def step(batches: Tensor) -> None:
         for batch in batches:
@@ -190,7 +188,8 @@ def _megatron(cell: Cell, directory: Path, accumulation: int) -> Training:
     case = MegatronCase(dtype=cell.dtype, distributed=cell.kind == "megatron-distributed", clipping=CLIP)
     chunk, optimizer = megatron_training.build(case)
     block = cell.block(directory) if cell.observed else {"enabled": False}
-    observer = attach_megatron([chunk], optimizer, block, accumulation=accumulation, _gather_limit=cell.limit)
+    with gather_limit_of(cell.limit):
+        observer = attach_megatron([chunk], optimizer, block, accumulation=accumulation)
 
     def step(batches: Tensor) -> None:
         for number, batch in enumerate(batches):

@@ -20,6 +20,7 @@ import ds_silent
 from ds_silent.drill.train_deepspeed import full_parameters
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
+from tests.support.distributed import gather_limit_of
 
 REPLICA_INTERVAL = 4
 
@@ -107,12 +108,9 @@ class Case:
 def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int = GATHER_LIMIT) -> Any:
     torch.manual_seed(1234)
     model = Probe(None)
-    engine, *_ = ds_silent.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=case.config(output_dir, enabled),
-        _gather_limit=gather_limit,
-    )
+    config = case.config(output_dir, enabled)
+    with gather_limit_of(gather_limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 
 
@@ -147,12 +145,9 @@ def train(
     model = Probe(case.checkpointing)
     copy = Probe(None)
     rank = dist.get_rank()
-    engine, *_ = ds_silent.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=case.config(output_dir, enabled),
-        _gather_limit=gather_limit,
-    )
+    config = case.config(output_dir, enabled)
+    with gather_limit_of(gather_limit):
+        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     generator = torch.Generator().manual_seed(99 + rank)
     losses, expected = [], []
     for step in range(steps):

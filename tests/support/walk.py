@@ -33,6 +33,7 @@ import ds_silent
 from ds_silent.observing import recorder
 from ds_silent.sinks.jsonl import read_events
 from ds_silent.sinks.worker import OneTask
+from tests.support.distributed import gather_limit_of
 from tests.support.training import Case, Probe, one_step
 from tests.support.training import _hash_weights as hash_weights
 
@@ -179,7 +180,8 @@ class _Pair:
         block = {"output_dir": str(folder), "tensorboard": False, "preflight": False, **self.cell.block}
         block.setdefault("integrity", {"replica_interval": 1})
         block["direction"] = {"sketch_size": 256, "exact_memory_mb": 1, **block.get("direction", {})}
-        observer = ds_silent.attach(self.engine, block, _gather_limit=self.cell.limit)
+        with gather_limit_of(self.cell.limit):
+            observer = ds_silent.attach(self.engine, block)
         self.before = int(self.engine.global_steps)
         dropping = self._drop(self.engine)
         seed = 2 * self._number + dist.get_rank()

@@ -127,8 +127,7 @@ class Fault:
     one). ``not_applicable``: why the fault means nothing there; ``expected_overrides``: fields that have another value
     there, because its ranks hold other things. ``wrapper_options``: what the wrapper of ``ddp`` or ``megatron`` must be
     given for the fault to mean something; ``groups``: how many the optimizer is given, but by ``megatron``, which makes
-    two. ``healthy``: the training that the loss is compared with; ``only_ranks``: the only number of ranks that the
-    fault can be tried with.
+    two. ``healthy``: the training that the loss is compared with.
     """
 
     name: str
@@ -155,7 +154,6 @@ class Fault:
     wrapper_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: int = 1
     healthy: str = "healthy"
-    only_ranks: int | None = None
 
     def __post_init__(self) -> None:
         _MAKERS.setdefault(self.name, self.inject)

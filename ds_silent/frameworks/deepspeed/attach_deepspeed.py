@@ -22,7 +22,6 @@ from deepspeed.utils import logger as deepspeed_logger
 from ds_silent.config import ConfigError, SilentConsistencyConfig, find_block, parse
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.config.destination import masked_in_log
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.frameworks.deepspeed.refusals import has_optimizer, refuse_unsupported_config, refuse_unsupported_engine
 from ds_silent.frameworks.deepspeed.state import (
@@ -46,9 +45,7 @@ from ds_silent.rules.known_optimizers import number
 logger = logging.getLogger("ds_silent")
 
 
-def initialize(
-    *args: Any, sampler: Any = None, _gather_limit: int = GATHER_LIMIT, **kwargs: Any
-) -> tuple[Any, Any, Any, Any]:
+def initialize(*args: Any, sampler: Any = None, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Call ``deepspeed.initialize`` and honour the ``"silent_consistency"`` block; same arguments, same result.
 
     Without the block, or with ``"enabled": false``, this is DeepSpeed's own function and nothing more.
@@ -58,7 +55,6 @@ def initialize(
             where the script makes one itself, so that the preflight can compare how the ranks share the data. Read
             are ``num_replicas``, ``rank``, ``seed``, ``epoch``, ``shuffle`` and ``len(dataset)``, as a
             DistributedSampler has them. The rows are followed without it too, once a DataLoader feeds the training.
-        _gather_limit: for tests: a few ranks can be above it.
 
     Returns:
         (engine, optimizer, training dataloader, learning-rate scheduler).
@@ -87,7 +83,7 @@ def initialize(
                 raise refusal from None
             raise
         loader = sampler if sampler is not None else result[2]
-        _observe(result[0], config, refusal, loader, before, _gather_limit, rates)
+        _observe(result[0], config, refusal, loader, before, rates)
     return result
 
 
@@ -110,29 +106,14 @@ def rates_before() -> Iterator[list[tuple[Any, list[float | None]]]]:
         patches.undo()
 
 
-def attach_engine(
-    engine: Any, config: Given = None, *, loader: Any = None, _gather_limit: int = GATHER_LIMIT
-) -> Observer | None:
-    """Observe an engine that someone else made; ``observer.close()`` undoes it.
-
-    Args:
-        engine: a DeepSpeedEngine, before its first step.
-        config: a parsed block, the block as a dict, or a file that holds it; by default the one in the engine's own
-            configuration.
-        loader: by default the engine's own.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false`` or the engine has no optimizer.
-
-    Raises:
-        ConfigError, SinkError: see :func:`initialize`.
-    """
+def attach_engine(engine: Any, config: Given = None, *, loader: Any = None) -> Observer | None:
+    """Observe an engine that someone else made, as :func:`ds_silent.attach` does."""
     block, refusal = None, None
     try:
         block = given_block(config if config is not None else find_block(_config_of(engine)), "ds_config")
     except ConfigError as error:
         refusal = error
-    return _observe(engine, block, refusal, loader, gather_limit=_gather_limit)
+    return _observe(engine, block, refusal, loader)
 
 
 _deepspeed_initialize = deepspeed.initialize  # kept, because take_its_place puts ours there
@@ -154,7 +135,6 @@ def _observe(
     refusal: ConfigError | None,
     loader: Any = None,
     before: Hash | None = None,
-    gather_limit: int = GATHER_LIMIT,
     rates: Sequence[tuple[Any, list[float | None]]] = (),
 ) -> Observer | None:
     """See :func:`ds_silent.observing.observe.observe`; ``rates``: see :func:`rates_before`."""
@@ -177,7 +157,6 @@ def _observe(
         loader=loader if loader is not None else getattr(engine, "training_dataloader", None),
         before=before,
         monitor_write=monitor.write_events if monitor is not None and monitor.enabled else None,
-        gather_limit=gather_limit,
     )
     return observe(subject, None if config is None else _of_shape(config, shape_of(engine)), refusal)
 

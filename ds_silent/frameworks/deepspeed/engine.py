@@ -23,8 +23,7 @@ from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by, reduction_near
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import Framework, GatheredPiece, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
-from ds_silent.frameworks.deepspeed.arithmetic import arithmetic_of, scales_loss
-from ds_silent.frameworks.deepspeed.engine_settings import settings_of
+from ds_silent.frameworks.deepspeed.engine_settings import arithmetic_of, scales_loss, settings_of
 from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of, shards_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (

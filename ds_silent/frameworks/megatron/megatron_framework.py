@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
-from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.extras import needs
 from ds_silent.framework import Framework, Moments, Part, Promise
 from ds_silent.frameworks import torch_common
@@ -94,9 +93,6 @@ def _mean(result: tuple[Any, ...]) -> Tensor:
     """Return that of (mean, ..) or (sum over tokens, tokens, ..): a copy, because the schedule divides it in place."""
     loss: Tensor = result[0].detach().clone()
     return loss / torch.as_tensor(result[1], device=loss.device).clamp(min=1) if len(result) == 3 else loss
-
-
-# -- The chunks of one model in Megatron-core's ``DistributedDataParallel`` --------------------------------------------
 
 
 WORDS = Words(
@@ -263,9 +259,6 @@ def module_of(chunks: Sequence[Any]) -> nn.Module:
     return nn.ModuleDict({f"chunk{number}": chunk.module for number, chunk in enumerate(chunks)})
 
 
-# -- From a model, or its chunks, and its optimizer to an observer -----------------------------------------------------
-
-
 _MEMBERS = ("buffers", "bucket_groups", "expert_parallel_buffers", "dp_cp_group", "finish_grad_sync", "tp_group")
 
 
@@ -274,34 +267,10 @@ def attach_megatron(
     optimizer: Any,
     config: Given = None,
     *,
-    forward_step: Any = None,
     loader: Any = None,
     accumulation: int | None = None,
-    _gather_limit: int = GATHER_LIMIT,
 ) -> Observer | None:
-    """Observe a Megatron-core training; ``observer.close()`` undoes it. Every rank calls it.
-
-    Each data-parallel group is observed by itself. Where there are several (tensor or pipeline parallelism), their
-    records are in directories of their own below ``output_dir``, such as ``tp0-pp1``.
-
-    Args:
-        model: what ``DistributedDataParallel`` has made of the model, or the list of its chunks, before its first step.
-        optimizer: what ``get_megatron_optimizer`` has returned.
-        config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
-            all defaults.
-        forward_step: the script's own may be named; the losses are seen in Megatron's schedules without it.
-        loader: this rank's DataLoader or sampler, as :func:`ds_silent.attach_ddp` takes it.
-        accumulation: micro-batches per step; by default what Megatron's own calculator says, else 1.
-        _gather_limit: for tests: a few ranks can be above it.
-
-    Returns:
-        the observer, or None when the block says ``"enabled": false``.
-
-    Raises:
-        ConfigError: the block or the model cannot be honoured; the same on every rank.
-        MissingExtra: megatron-core is not installed.
-        SinkError: the first rank of a group cannot write to its directory; raised on every rank of the group.
-    """
+    """Observe a Megatron-core training as :func:`ds_silent.attach` does."""
     needs("ds_silent.attach_megatron", "megatron")
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     try:
@@ -329,7 +298,7 @@ def attach_megatron(
     places = {"tp": chunks[0].tp_group, "pp": chunks[0].pp_group}
     label = label_of({name: (group.rank(), group.size()) for name, group in places.items()})
     own = config if block is None else placed(block, label)
-    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches(), _gather_limit)
+    return attach_wrapped(wrapped, inner, own, loader, accumulation or _micro_batches())
 
 
 def _checked(chunks: Sequence[Any], optimizer: Any) -> list[Any]:

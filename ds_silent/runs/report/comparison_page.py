@@ -1,7 +1,4 @@
-"""A comparison of two trainings as one page: only what differs, and each link's curve with what rounding allows.
-
-write_comparison(found, "compare.html")
-"""
+"""A comparison of two trainings as one page: only what differs, and each link's curve with what rounding allows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """``ds-silent watch``: a run in the live view, or at one moment as text or JSON; and the exit status.
 
-status = watch_command("runs/my-run", once=True, as_json=False, stale=None, every=1.0, alert=[])
-
 In the live view a thread reads, this one draws and listens to the keys: however long a file system takes, neither waits
 for it. A file that cannot be read is a line of the picture.
 """
@@ -186,9 +184,6 @@ def json_of(view: Snapshot, stale: float | None, now: float) -> dict[str, Any]:
 
 def _rank(row: RankRow) -> dict[str, Any]:
     return {key: to_json(value) if value != "" else None for key, value in dataclasses.asdict(row).items()}
-
-
-# -- The live view -----------------------------------------------------------------------------------------------------
 
 
 class Following(threading.Thread):

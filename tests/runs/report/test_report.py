@@ -59,7 +59,8 @@ def test_the_row_of_an_event_has_the_steps_of_the_headline(tmp_path: Path) -> No
     for _ in range(40):
         sink.write(run.record())
     event = Event(20, "outlier-rank", "warning", (3,), "loss", 9.0, 8.0, "Rank 3 is off, since about step 9.", "Look.")
-    ended = Event(31, "outlier-rank", "info", (3,), "loss", None, None, "Ended: outlier-rank, from step 9 to 30.", "")
+    message = "Ended: outlier-rank, from step 9 to 30."
+    ended = Event(31, "outlier-rank", "info", (3,), "loss", None, None, message, "", phase="ended")
     sink.write_event(event)
     sink.write_event(ended)
     sink.close()

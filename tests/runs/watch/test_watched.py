@@ -59,10 +59,10 @@ def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     watched = Watched(tmp_path)
     seen(watched)
     parsed: list[bytes] = []
-    from ds_silent.runs import follow
+    from ds_silent.runs import run
 
-    parse = follow.parsed_line
-    monkeypatch.setattr(follow, "parsed_line", lambda line, keys: (parsed.append(line), parse(line, keys))[1])
+    parse = run.parsed_line
+    monkeypatch.setattr(run, "parsed_line", lambda line, keys: (parsed.append(line), parse(line, keys))[1])
     seen(watched)
     assert parsed == []
     write(tmp_path, made(4, 82)[0][80:])

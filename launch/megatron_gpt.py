@@ -1,24 +1,20 @@
 """Train a small GPT of Megatron-core's own layers with Megatron's own schedules, on the CPU.
 
-with parallel(tensor=2):
+with parallel(tensor=2):    # of ds_silent.drill.megatron_on_cpu
     models, config = gpt_models(GptShape(tensor=2), vocabulary=64, length=12)
     take_step(chunks, optimizer, batches, micro_batches=2, size=(3, 12))
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -32,60 +28,8 @@ class GptShape:
     experts: int | None = None  # in each layer, one on each rank
 
 
-class _CPU(TorchFunctionMode):
-    """``device="cuda"`` is the CPU, and a CPU tensor's type is named as CUDA's."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        result = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(result).replace("torch.", "torch.cuda.")
-        return result
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Answer with the CPU where Megatron-core asks for CUDA by name."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    warnings.filterwarnings("ignore", module="megatron")
-    tracker = "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork"  # no dropout, so nothing is drawn
-    with (
-        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
-        patch(tracker, lambda *_: nullcontext()),
-        _CPU(),
-    ):
-        yield
-
-
-@contextmanager
-def parallel(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **sizes: int) -> Iterator[None]:
-    """Make Megatron's process groups, and its names for the CPU; ``sizes`` of more of them. A collective.
-
-    Megatron only forgets its groups: their threads would go on, and a second training would be slower than the first.
-    """
-    from megatron.core import parallel_state
-
-    known = dist.distributed_c10d._world.pg_map
-    with on_cpu():
-        before = list(known)
-        parallel_state.initialize_model_parallel(tensor, pipeline, virtual, **sizes)
-        made = [group for group in known if group not in before]
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-        dist.barrier()
-        for group in made:
-            if known.get(group) is not None:  # of others this rank is no member
-                dist.destroy_process_group(group)
-
-
 def gpt_models(shape: GptShape, vocabulary: int, length: int, per_token: bool = False) -> tuple[list[Any], Any]:
-    """Return (this rank's stages, Megatron's configuration) with tied embeddings; inside :func:`parallel`."""
+    """Return (this rank's stages, Megatron's configuration) with tied embeddings; inside ``parallel``."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel

@@ -3,8 +3,7 @@
     with training_of(SCENARIOS["layer-norms"], {"output_dir": "runs/x"}) as training:
         loss = training.step()           # the same on all ranks
 
-The faults are those of public issues of Megatron-LM, made again in this process; ``make demo-megatron`` and
-``ds-silent drill --framework megatron`` train them.
+The faults are those of public issues of Megatron-LM, made again in this process; ``make demo-megatron`` trains them.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.faults.fault import Fault
-from ds_silent.drill.faults.injection import NOTHING
-from ds_silent.drill.megatron_gpt import GptShape, gpt_models, parallel, take_step
+from ds_silent.drill.megatron_on_cpu import parallel
 from ds_silent.observing.observer import Observer
 from ds_silent.records import EventKind
+from megatron_gpt import GptShape, gpt_models, take_step
 
 MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 128
 CLIP = 0.5
-RANKS = 4  # of the scenarios' groups
 Damage = Callable[[Any], AbstractContextManager[Any]]
 """Of the first chunk, once it is wrapped: what is wrong until the training ends."""
 
@@ -95,8 +92,8 @@ def _left_in_buffer(chunk: Any) -> AbstractContextManager[Any]:
 class Scenario:
     """One training.
 
-    ``who``, ``says``, ``first_step``: whom the first event must name, words of it, and the step of the fault, for the
-    drill. ``healthy``: the training without the fault. ``late``: a layer becomes trainable when the model is wrapped.
+    ``who``, ``says``, ``first_step``: whom the first event must name, words of it, and the step of the fault.
+    ``healthy``: the training without the fault. ``late``: a layer becomes trainable when the model is wrapped.
     ``together``: experts lie in the buffers of all other parameters.
     """
 
@@ -223,26 +220,3 @@ def _batches(share: int, shares: int) -> Iterator[Tensor]:
     while True:
         for first in range(0, len(rows), ROWS):
             yield rows[first : first + ROWS]
-
-
-# -- as faults of the drill --------------------------------------------------------------------------------------------
-
-
-def _fault(name: str, scenario: Scenario) -> Fault:
-    assert scenario.expected is not None
-    return Fault(
-        name,
-        lambda target, me: NOTHING,  # what goes wrong is in the scenario
-        f"{scenario.title} (Megatron-LM {scenario.issue})",
-        scenario.who,
-        (scenario.expected,),
-        "replica" if scenario.expected == "replica-drift" else "reduction",
-        first_step=scenario.first_step,
-        says=scenario.says,
-        healthy=scenario.healthy,
-        only_ranks=RANKS,
-    )
-
-
-PUBLIC: Mapping[str, Fault] = {name: _fault(name, scenario) for name, scenario in SCENARIOS.items() if scenario.issue}
-"""Faults of public issues of Megatron-LM, by name."""
