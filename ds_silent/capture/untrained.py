@@ -145,7 +145,7 @@ def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:
                 since=step,
                 kind="update-mismatch",
                 severity="warning",
-                effects=("integrity leftover",),  # the optimizer's zero_grad leaves it out, too
+                effects=("integrity leftover", "integrity applied"),  # nobody clears it, and nobody applies it
             )
         )
     return tuple(found)

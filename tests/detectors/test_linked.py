@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from ds_silent.capture.untrained import Unlike
+from ds_silent.capture.untrained import Missed, Unlike, reported
 from ds_silent.detectors.finding import Detector, Finding
-from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings
+from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings, setting_findings
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, EventKind, Severity, StepRecord
 from tests.support.made_records import Run
@@ -55,6 +55,16 @@ def test_a_setting_that_enters_no_update_explains_no_drift(where: str) -> None:
     episodes = Episodes()
     episodes.told(replace(PREFLIGHT, where=where))
     assert episodes.update(100, [DRIFT])[0].severity == "error"
+
+
+@pytest.mark.parametrize("key", ["integrity leftover layer", "integrity applied"])
+def test_what_no_optimizer_holds_is_neither_cleared_nor_applied(key: str) -> None:
+    """DeepSpeed without ZeRO reduces it: one fault had two alarms, and the second named no cause."""
+    unheld = setting_findings(reported(Missed(unheld=("last.weight",)), 1))
+    effect = replace(finding("aggregation-error", (), "what the optimizer applied", 1), key=key)
+    fault, follows = Episodes().update(1, [*unheld, effect])
+    assert (fault.kind, fault.severity) == ("update-mismatch", "warning")
+    assert (follows.severity, follows.follows) == ("info", "update-mismatch (last.weight)")
 
 
 WRONG = replace(finding("aggregation-error", (2,), "all 11 layers", 200), key="integrity weights", family="reduction")
