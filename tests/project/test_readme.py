@@ -105,7 +105,6 @@ SLOW: dict[str, float] = {
     "python benchmarks/false_alarms.py --scratch --steps 600": 120,
     "python benchmarks/integrity.py": 60,
     "python benchmarks/metric_pictures.py": 20,
-    "python benchmarks/integrity.py --part cost --ranks 2": 10,
     "python benchmarks/ordered.py --part time --rounds 5": 30,
     "python benchmarks/overhead.py": 90,
     "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
