@@ -12,11 +12,12 @@ steps.before_reduction(); steps.before_update(); steps.after_update()
    collect the observation that was posted last, ask about what differs, post this step's, act on a wrong reduction.
 5. An observation is posted at measured steps (and the first), asynchronously, on the observer's own process group, and
    collected at the next optimizer step, whatever the ``interval``.
-6. Rank 0 makes the record, judges and writes it on a thread of its own; a measured step waits for it before it posts.
-   With a response to wrong reductions, ``stop_on``, a monitor or several groups the training thread judges.
+6. Rank 0 makes and judges the record on one thread, writes it on a second, sends alerts on one per destination. A
+   measured step waits for the judging before it posts. With a response to wrong reductions, ``stop_on``, a monitor or
+   several groups the training thread judges.
 7. ``after_update``: call the event callbacks if judging is done, plan the next step, compare or repair replicas.
-8. A rank that raises in a local part logs it once and still makes every collective. Its next observation says so; all
-   ranks read that one optimizer step later and stop observing together.
+8. A rank that raises in a local part, or meets a sparse gradient or ``join()``, logs it once and still makes every
+   collective. Its next observation says so; all ranks read that one optimizer step later and stop observing together.
 9. What raises elsewhere runs once more (:mod:`ds_silent.distributed.guard`). The second time, or in a response, it ends
    the training on this rank; a time-out does so at once; a group that is broken ends observation on this rank only.
 
