@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "versions"
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 LIMIT_SECONDS = 1800
-NAMED = 3  # cases with one reason, of which the page names each
 
 DEEPSPEED = ("tests/frameworks/test_applied.py",)
 TORCH = ("tests/frameworks/test_ddp_faults.py",)
@@ -282,7 +280,8 @@ def page_of(outcomes: list[Outcome]) -> str:
         f"computation, and runs a file of tests. Where the table does not say otherwise: {', '.join(usual)}.",
         "",
         "A case is wrong without us if the framework is wrong or breaks without `ds_silent` too, or if two plain",
-        "trainings differ.",
+        "trainings differ. The command prints what is not right, such as [FSDP2 of torch 2.8.0 on",
+        "gloo](real-bugs.md#fsdp2-of-torch-280-on-gloo).",
         "",
         "| environment | other versions | right | wrong | wrong without us | skipped | commit |",
         "|---|---|---|---|---|---|---|",
@@ -291,43 +290,7 @@ def page_of(outcomes: list[Outcome]) -> str:
         versions = ", ".join(part for part in one.versions.split(", ") if part not in (*usual, one.name.lower()))
         counts = f"{one.passed} | {one.failed} | {one.not_ours} | {one.skipped}"
         lines.append(f"| {one.name} | {versions} | {counts} | {one.commit} |")
-    said = _folded(ran)
-    if said:
-        lines += ["", "Cases that are not right, and tests that are skipped:", "", *said]
     return "\n".join(lines) + "\n"
-
-
-def _folded(outcomes: list[Outcome]) -> list[str]:
-    """One line for each reason, with the environments and the cases that have it."""
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for outcome in outcomes:
-        for line in outcome.said.splitlines():
-            case, _, reason = line.removesuffix(")").partition(" (")
-            if line.startswith("skipped: "):
-                case, reason = "skipped tests", line.removeprefix("skipped: ")
-            first = re.split(r"[.] |: the error is | \(", reason)[0]
-            reasons.setdefault(first, {}).setdefault(outcome.name, []).append(case.split(":")[0])
-    folded = []
-    for reason, cases in reasons.items():
-        alike: dict[str, list[str]] = {}
-        for name, of in cases.items():
-            alike.setdefault(_some(of), []).append(name)
-        where = "; ".join(f"{of} ({', '.join(names)})" for of, names in alike.items())
-        folded.append(f"* {_inert(reason)}. In: {_inert(where)}.")
-    return folded
-
-
-def _some(cases: list[str]) -> str:
-    """The cases, or how many each framework has."""
-    if len(cases) <= NAMED:
-        return "; ".join(cases)
-    frameworks = [case.split(",")[0] for case in cases]
-    return ", ".join(f"{frameworks.count(name)} of {name}" for name in dict.fromkeys(frameworks))
-
-
-def _inert(text: str) -> str:
-    """Without this machine's paths, and nothing that Markdown would take for its own."""
-    return text.replace(str(ROOT), ".").replace("|", "/").replace("<", "(").replace(">", ")").replace("_", r"\_")
 
 
 def measured(environment: Environment, sources: str, again: bool) -> Outcome:

@@ -59,31 +59,10 @@ TESTS = {
 RANKS = 2
 AGAIN = 3  # plain trainings, where bits differ: a race does not show in each
 YES, NO = "yes", "**no**"
-SETTINGS = {
-    "stage": "ZeRO stage",
-    "accumulation": "micro-batches per step",
-    "method": "`direction.method`",
-    "exact_interval": "`direction.exact_interval`",
-    "per_layer": "`direction.per_layer`",
-    "interval": "`interval`",
-    "checkpointing": "activation checkpointing",
-    "torch_style": "`loss.backward()`, not `engine.backward`",
-    "no_sync": "`no_sync`",
-    "unused": "a layer left out by one",
-    "clipping": "gradient clipping",
-    "static": "`static_graph`",
-    "views": "`gradient_as_bucket_view`",
-    "reduces_each": "micro-batches without `no_sync`",
-    "scaled": "`GradScaler`",
-    "closure": "closure of the optimizer",
-    "distributed": "distributed optimizer",
-    "overlap": "`overlap_grad_reduce`",
-    "reduce_in_own": "`grad_reduce_in_fp32` false",
-}
-"""Field of a case -> what its users set."""
 NOTHING_TOLD = "nothing reported"
 NOT_APPLICABLE = "not applicable"
-NAMED = 10  # faults that are reported alike, of which the page names each
+STEPS = ((1, 6), (7, 21), (22, 70), (71, 400))
+BANDS = ("silent", "before step 1", *(f"steps {a} to {b}" for a, b in STEPS), "below rounding")
 
 
 class Answers(TypedDict):
@@ -211,27 +190,10 @@ def options(name: str) -> dict[str, Answers]:
 
 
 def options_list(found: dict[str, dict[str, Answers]]) -> Iterable[str]:
-    """One line for each framework, with the settings and values that it was trained with; then its cases with a no."""
+    """One line for each framework with the number of its cases that are right; then its cases with a no."""
     for name, cases in found.items():
-        tried: dict[str, list[str]] = {}
-        for case in import_module(ORACLES[name][0]).COVERING:
-            for setting, value in settings(case):
-                values = tried.setdefault(setting, [])
-                values += [value] if value not in values else []
-        named = "; ".join(" ".join([setting, ", ".join(values)]).strip() for setting, values in tried.items())
-        yield f"* {name}, {sum(map(all_right, cases.values()))} of {len(cases)} cases right: {named}."
+        yield f"* {name}: {sum(map(all_right, cases.values()))} of {len(cases)} cases right"
         yield from (f"* {name}, {case}: {shown(one)}" for case, one in cases.items() if not all_right(one))
-
-
-def settings(case: Any) -> Iterable[tuple[str, str]]:
-    """What a case sets, in the words of its users: (setting, value)."""
-    for field in fields(case):
-        value = getattr(case, field.name)
-        if isinstance(value, dict):
-            yield from ((f"`{key}`", _plain(one).lower()) for key, one in value.items())
-        elif value != field.default:
-            words = "" if value is True else _plain(value).replace("micro", "micro-batch")
-            yield SETTINGS.get(field.name, field.name), words
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -258,20 +220,22 @@ def drilled(framework: str) -> dict[str, str]:
 
 
 def checks_table(found: dict[str, dict[str, str]]) -> Iterable[str]:
-    """One row for the faults that are reported alike, with their names or their number."""
-    alike: dict[str, list[str]] = {}
-    for fault in dict.fromkeys(fault for one in found.values() for fault in one):
-        names: dict[str, list[str]] = {}
-        for name, cells in found.items():
-            if cells.get(fault, NOT_APPLICABLE) != NOT_APPLICABLE:
-                names.setdefault(cells[fault], []).append(name)
-        everywhere = len(names) == 1 and len(*names.values()) == len(found)
-        said = next(iter(names)) if everywhere else "; ".join(f"{', '.join(of)}: {it}" for it, of in names.items())
-        alike.setdefault(said or NOT_APPLICABLE, []).append(fault)
-    yield "| reported | faults |"
-    yield "|---|---|"
-    for said, faults in alike.items():
-        yield f"| {said} | {', '.join(faults) if len(faults) <= NAMED else f'{len(faults)} faults'} |"
+    """One row for each band of steps, with the number of each framework's faults; then those that are not told."""
+    yield f"| reported | {' | '.join(found)} |"
+    yield "|---|" + "---|" * len(found)
+    for band in BANDS:
+        counts = [str(sum(band_of(said) == band for said in cells.values())) for cells in found.values()]
+        yield f"| {band} | {' | '.join(counts)} |"
+    left = [f"* {name}, {fault}: {NO}" for name, cells in found.items() for fault, said in cells.items() if said == NO]
+    yield from ("", *left) if left else ()
+
+
+def band_of(said: str) -> str:
+    """The row of the table for how a fault is told."""
+    if not said.startswith("step "):
+        return said
+    step = int(said.removeprefix("step "))
+    return "before step 1" if step == 0 else next(f"steps {a} to {b}" for a, b in STEPS if step <= b)
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -324,8 +288,9 @@ def page(
         lines += [
             "## Options",
             "",
-            "Values tried on 2 ranks beside the defaults. A case is right if weights, optimizer state and losses have",
-            "the same bits as without the block, numbers are those of a float64 computation, and no event is false.",
+            "[Options](limits.md#supported) and values of the block on 2 ranks. A case is right if weights,",
+            "optimizer state and losses have the same bits as without the block, numbers are those of a float64",
+            "computation, and no event is false.",
             "",
             *options_list(options),
             "",
@@ -334,9 +299,8 @@ def page(
         lines += [
             "## Faults",
             "",
-            "The step at which the [drill](drill.md) reports each fault; 0 is the preflight. Most faults begin at step",
-            "21, those of the reduction and the replicas at step 4. Where frameworks are named, others do not try it.",
-            "The option `--list` of the drill names all faults.",
+            "When the [drill](drill.md) reports its faults. They begin before step 1, at step 21, or, in the",
+            "reduction and the replicas, at step 4. Silent are the healthy trainings.",
             "",
             *checks_table(faults),
             "",

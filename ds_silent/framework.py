@@ -219,7 +219,7 @@ class Framework:
                     f"{BLOCK} cannot observe {name}, whose numbers are complex ({dtype}); keep it as "
                     f'torch.view_as_real, freeze it, or set "{BLOCK}": {{"enabled": false}}'
                 )
-        self.group, self.module = own_group(group), module
+        self.group, self.module = own_group(group), module  # the observer's own communicator, not the training's
         self.names, self.parameters = [name for name, _ in parameters], [p for _, p in parameters]
         self.numels = [parameter.numel() for parameter in self.parameters]  # elements of each, whole
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters]  # likewise

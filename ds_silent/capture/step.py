@@ -62,7 +62,7 @@ class StepPlan:
 
 
 class StepMoments:
-    """What is taken at each moment of a step, in the order of a step.
+    """What is taken at each moment of a step, in the order of a step. An adapter calls it by ``framework.Moments``.
 
     Args:
         keep: keeps the local gradient, where a wrong reduction is to be repeated.

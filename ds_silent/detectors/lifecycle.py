@@ -7,8 +7,8 @@ When the cause ends first, its end names the consequence that goes on.
 A fault that comes and goes would fill the log. So each time it returns, it must stay away twice as long as before to
 count as ended.
 
-One wrong reduction can have another explanation at each step: while one rank's wrong gradient outweighs all others, it
-is also a factor of the whole. An explanation that names no other rank is the same fault.
+The guessed cause of a wrong reduction may change from step to step: while one rank's wrong gradient outweighs all
+others, it is also a factor of the whole. A guess that accuses no new rank continues the same event.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ noted once, and then belongs to the rank's past.
 explains it; at its third if its gradient is so far below, or if the rank is so far from its own past and rows are not
 known to be dealt at random.
 
-A flagged rank leaves the comparison and the history, back to the step where its fault began. The component that
-flagged it goes on comparing it; the fault ends when half of the (log) evidence is lost. Two ranks cannot outvote each
+A flagged rank leaves the comparison and the history, back to the step where its fault began. The tilt that found it
+keeps testing it; the fault ends when its log evidence falls below half the threshold. Two ranks cannot outvote each
 other: both are named. The cause follows from all of a rank's numbers (``likely_causes``), which are weighed when the
 rank is flagged, and again now and then for a note.
 

@@ -12,14 +12,15 @@ recorded results.
   observation says "failed". Every rank reads that at its next step, and all stop observing together.
 * **collective**: every rank makes the same calls in the same order. In a second run a call returns what it returned in
   the first, so this rank reaches the collectives that its peers wait in. One that has returned is not made again.
-* **agreed**: the same for a value without a collective, where the block itself changes what the value follows from.
-  :attr:`CollectiveGuard.state` needs no such call: a second run begins with the state that the first began with.
+* **agreed**: the same without a collective: for a value read from state that this block changes. The second run must
+  see the first run's value. :attr:`CollectiveGuard.state` needs no such call, as a second run begins with the first's.
 * **cleanup**: what is tried also after a failure, such as removing a hook.
 
 What raises in both runs, or in a response (:meth:`CollectiveGuard.irrevocable`), which changes the training, ends the
 training on this rank with a sentence. Its peers wait until its process ends (gloo: their collective raises; launchers
 end all) and no longer than the group's timeout. A collective that has waited for the whole time-out ends the training
-with the transport's own error, because the training's next one would wait for the same peer as long once more.
+with the transport's own error, because the training's next one would wait for the same peer as long once more. One that
+breaks otherwise in the second run ends the observation on this rank only.
 Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its way.
 """
 

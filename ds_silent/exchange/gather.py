@@ -70,7 +70,7 @@ class Exchange(ABC):
         self._rows.start(mine, failed == LEFT, collective)
 
     def collect(self, collective: CollectiveCall) -> Arrived | None:
-        """Return the observation posted last; None if it was collected."""
+        """Return the observation posted last, or that before it (above the gather limit); None if it was collected."""
         if collective(lambda: self._step) is None:
             return None
         arrived = collective(self.peek)
@@ -90,7 +90,8 @@ class Exchange(ABC):
         return [] if self._step is None else [self.peek()]
 
     def _kept(self, landed: Tensor) -> Tensor:
-        return landed.clone() if self._rank == 0 else landed  # rank 0 may write it after the next observation
+        # Cloned: rank 0's judging thread may still read it when the next collective overwrites the buffer.
+        return landed.clone() if self._rank == 0 else landed
 
 
 class GatherExchange(Exchange):

@@ -185,7 +185,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Weights:
-    """With which each rank's gradient entered the aggregate: (N,)."""
+    """With which each rank's gradient entered the aggregate: (N,). No weights of the model."""
 
     found: Tensor  # 1 is right
     own_squared: Tensor  # squared length of the part of its sketch by which that is known

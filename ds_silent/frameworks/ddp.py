@@ -1,11 +1,12 @@
-"""One model in ``DistributedDataParallel``: what it answers, and where its hooks are.
+"""One model in ``DistributedDataParallel``: how it reduces, and whether its result is the mean.
 
 framework = DDPFramework(ddp, optimizers, config, micro_batch_rows=4, accumulation=1)
 framework.connect(moments)
 framework.close(ended=True)          # the module and its optimizers are as they were
 
-No communication hook is registered: torch allows one, which is the user's. The local gradient is what a leaf hook sees
-and what ``parameter.grad`` holds of earlier micro-batches; where a parameter may take part in an earlier micro-batch
+The hooks are registered by ``TorchLoop.connect`` in :mod:`ds_silent.frameworks.torch_loop`. No communication hook is
+registered: torch allows one, which is the user's. The local gradient is what a leaf hook gets and what
+``parameter.grad`` holds of earlier micro-batches; where a parameter may take part in an earlier micro-batch
 only (``find_unused_parameters``), each micro-batch is looked at by itself.
 """
 

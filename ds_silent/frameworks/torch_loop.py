@@ -14,9 +14,9 @@ first optimizer is about to step, and ends when all have stepped or the next tra
 * **step**: hooks of the optimizers. An optimizer that gets a closure runs forward and backward itself, so it begins to
   apply when the closure returns; each call of the closure is a step. A GradScaler that finds infinities does not call
   its optimizer: that step is skipped. If ``zero_grad`` clears a reduced gradient before any optimizer has stepped, the
-  script leaves a step out: it ends there, so that no rank waits for another's observation. But if nobody had cleared
-  the gradient that the last step applied, there was no step: the backward was another module's, through this one (a
-  GAN's generator), and is dropped from the observation.
+  script leaves a step out: it ends there, so that no rank waits for another's observation. A GAN's generator runs its
+  backward through the discriminator, whose optimizer does not step on it. So a backward over a gradient that was not
+  cleared since the last step is dropped from the observation if ``zero_grad`` comes next: it was no step.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ EXACT = 1 << 24  # whole numbers below it are exact in fp32
 class Lockstep:
     """Count where this rank is; each moment returns a new value. See the module docstring.
 
-    ``next_base`` and ``next_allowed`` are what was read; they are valid from the next boundary on, whenever a rank has
-    read them.
+    ``next_base`` and ``next_allowed`` take effect at the next boundary on every rank, even if ranks read them at
+    different moments.
     """
 
     base: int

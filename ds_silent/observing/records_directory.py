@@ -7,7 +7,8 @@
 The first engine of a process writes to ``output_dir``, the second to ``output_dir/engine-2``. A directory that holds
 no records is taken at once. Whether records that are there already go on is not known before the first step: a
 checkpoint may be loaded until then. What is to be written waits; then a resume goes on in the directory of its records
-and anything else takes ``run-2``, ``run-3`` ... below it.
+and anything else takes ``run-2``, ``run-3`` ... below it. :mod:`ds_silent.sinks.run_directory` locks one directory and
+writes its ``run.json``.
 """
 
 from __future__ import annotations

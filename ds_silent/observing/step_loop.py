@@ -1,13 +1,28 @@
-"""One step, in the order of time: publish what was gathered of the last measured one, send this one, respond.
+"""One optimizer step, in order of time. All of it runs on the training thread, inside the framework's own calls.
 
 steps = StepLoop(capture, config, home, end, first=0)
 steps.before_reduction(); steps.before_update(); steps.after_update()
 
-**Decided once.** :attr:`StepLoop.plan` says what is done in a step. It follows from the configuration and from
-:class:`~ds_silent.observing.lockstep.Lockstep`: what all ranks have read of each other, and never what happened on one.
-**Then what is local**, guarded. **Then the collectives**, on every rank. A rank whose own part broke still sends an
-observation, which says so; one step later all ranks read that and stop observing together.
-:mod:`ds_silent.distributed.guard` has the rule by which an error between two collectives leaves no rank waiting.
+1. Forward and backward: hooks add rows, loss and gradients to this rank's numbers. No collective runs. Gradient hooks
+   run on autograd's thread.
+2. ``before_reduction``, as a backward ends: count the reduction; with exact directions exchange the gradients. Where
+   the reduction overlaps with the backward (DDP, FSDP2), it has run by then.
+3. The framework reduces; a hook sketches the result.
+4. ``before_update``, as the first optimizer is about to step. Collectives, in this order: choose the directory (once),
+   collect the observation that was posted last, ask about what differs, post this step's, act on a wrong reduction.
+5. An observation is posted at measured steps (and the first), asynchronously, on the observer's own process group, and
+   collected at the next optimizer step, whatever the ``interval``.
+6. Rank 0 makes and judges the record on one thread, writes it on a second, sends alerts on one per destination. A
+   measured step waits for the judging before it posts. With a response to wrong reductions, ``stop_on``, a monitor or
+   several groups the training thread judges.
+7. ``after_update``: call the event callbacks if judging is done, plan the next step, compare or repair replicas.
+8. A rank that raises in a local part, or meets a sparse gradient or ``join()``, logs it once and still makes every
+   collective. Its next observation says so; all ranks read that one optimizer step later and stop observing together.
+9. What raises elsewhere runs once more (:mod:`ds_silent.distributed.guard`). The second time, or in a response, it ends
+   the training on this rank; a time-out does so at once; a group that is broken ends observation on this rank only.
+
+:attr:`StepLoop.plan` decides which of this a step does, from the configuration and what all ranks have read of each
+other (:class:`~ds_silent.observing.lockstep.Lockstep`), never from what happened on one rank.
 """
 
 from __future__ import annotations
@@ -48,7 +63,8 @@ _GOODBYE = Observation(Status(failed=LEFT))
 
 
 class StepLoop:
-    """The steps of one training. The guard runs each moment, from :meth:`before_reduction` to :meth:`after_update`.
+    """The steps of one training. Call :meth:`before_reduction` to :meth:`after_update` only through ``guard.run``, as
+    :func:`moments_of` does.
 
     Attributes:
         observing: False from the step on at which all ranks stop.
@@ -97,7 +113,11 @@ class StepLoop:
         return self.observing and step % self._config.interval == 0
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
-        """End a backward: at the boundary before the reduction, or after it where it overlaps with the backward."""
+        """End a backward. Its reduction comes next (DeepSpeed), or has run in it (DDP, FSDP2, overlapped buckets).
+
+        Returns:
+            whether the exact inner products are due; see :meth:`_micro_batch_ended`.
+        """
         self._capture.moments.keep_for_retry(*args, **kwargs)
         due = self._micro_batch_ended()
         if due and self._config.reduction != "ordered":  # that one makes them as it reduces
@@ -116,7 +136,7 @@ class StepLoop:
         return self._capture.moments.micro_batch_ended(boundary)
 
     def before_update(self, *_: Any, **__: Any) -> None:
-        """The gradients are aggregated, the optimizer has not run: publish the last measured step, send this one."""
+        """Publish the observation posted last and post this step's: gradients are reduced, no optimizer has run."""
         started, self._idle = time.perf_counter(), not self._capture.moments.came
         if not self._idle:  # else there was no backward before it, and nothing that it could pair with
             self._exchange_step(self._capture.step)
@@ -136,7 +156,8 @@ class StepLoop:
         self._guard.state = self.lockstep.stepped()
 
     def _exchange_step(self, step: int) -> None:
-        """``step`` is the framework's own; what communicates is timed by the plan's, which all ranks count."""
+        """Run a step's collectives. ``step`` is this rank's count, for records; the plan's, which all ranks share,
+        decides which collectives run."""
         plan, local, collective = self.plan, self._guard.local, self._guard.collective
         self._home.settle(step - 1, self._capture.framework.counts.samples, self.records_loaded, collective)
         if plan.measures:
@@ -182,7 +203,7 @@ class StepLoop:
         return replace(observation, status=status, wishes=wishes)
 
     def _respond(self, plan: StepPlan, step: int, asked: bool, act: Callable[[], None]) -> None:
-        """Let the responses act, but where they talk and a rank has said in this step that it will not be there."""
+        """Let the responses act; skip those that need collectives if a rank reported failure in this step."""
         if not self.observing:
             return
         talks = self._responder.communicates(plan.step, asked)

@@ -51,7 +51,7 @@ def restore(items: Items, found: Comparison, group: dist.ProcessGroup, device: t
 def _copy_bits(
     tensor: Tensor, healthy: tuple[int, ...], expected: int, group: dist.ProcessGroup, device: torch.device
 ) -> int:
-    """Broadcast from the first healthy rank; written where the rank is not one of them and the bits are intact."""
+    """Broadcast from the first healthy rank; unhealthy ranks overwrite theirs if the checksum matches."""
     me, size = dist.get_rank(group), tensor.numel() * tensor.element_size()
     wire = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
     if me == healthy[0]:

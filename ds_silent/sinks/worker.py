@@ -328,7 +328,8 @@ class OneTask:
 class Background(Sink):
     """Hands everything to every sink, from a thread of its own.
 
-    The first sink's lines are waited for where an event is an error; after ``more=True``, :meth:`add` brings others.
+    An event that is an error is waited for (``WAIT`` seconds at most) until the first sink, that of ``events.jsonl``,
+    has written it: the process may die next. After ``more=True``, :meth:`add` may put sinks before the others.
     """
 
     def __init__(self, sinks: Iterable[Sink], *, more: bool = False) -> None:

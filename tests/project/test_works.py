@@ -98,12 +98,24 @@ def test_the_page_folds_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = next(iter(cases))
     text = works.page(
         {"DeepSpeed": {**cases, broken: wrong}},
-        {"DeepSpeed": {"a": "step 4", "b": "step 4", "c": "step 5"}, "DDP": {"a": "step 4", "b": "step 4"}},
+        {
+            "DeepSpeed": {"a": "step 0", "b": "step 6", "c": "step 7", "d": works.NO, "e": "silent"},
+            "DDP": {"a": "step 0", "b": "below rounding", "c": "not applicable"},
+        },
         {"DeepSpeed": {"one": works.YES, "other": works.NO}},
     )
-    assert f"* DeepSpeed, {len(cases) - 1} of {len(cases)} cases right: ZeRO stage 1, 2, 3; " in text
+    assert f"* DeepSpeed: {len(cases) - 1} of {len(cases)} cases right\n" in text
     assert f"* DeepSpeed, {broken}: yes **no** yes" in text
-    assert "| step 4 | a, b |" in text
-    assert "| DeepSpeed: step 5 | c |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:8]
+    assert [row.strip("| ").split(" | ") for row in rows] == [
+        ["silent", "1", "0"],
+        ["before step 1", "1", "1"],
+        ["steps 1 to 6", "1", "0"],
+        ["steps 7 to 21", "1", "0"],
+        ["steps 22 to 70", "0", "0"],
+        ["steps 71 to 400", "0", "0"],
+        ["below rounding", "0", "1"],
+    ]
+    assert "* DeepSpeed, d: **no**" in text
     assert "| 1 of 2 |" in text
     assert "* DeepSpeed, other: **no**" in text
