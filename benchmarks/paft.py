@@ -30,7 +30,7 @@ from paft.pictures import draw_accuracy, draw_divergence
 from paft.store import Store
 from paft.tables import burst_tables, divergence_tables, language_tables, noise_tables
 
-PICTURES = Path(__file__).resolve().parent / "pictures"
+PICTURES = Path("build")
 
 
 class Part(str, Enum):
@@ -67,6 +67,7 @@ def main(
         tables, numbers = TABLES[part](store, seeds)
     console = Console(width=150)
     console.print(*tables)
+    PICTURES.mkdir(exist_ok=True)
     if part is Part.divergence:
         draw_divergence(store, seeds, PICTURES / "paft_divergence.png")
     if part is Part.noise:
