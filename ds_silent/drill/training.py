@@ -250,17 +250,7 @@ class DrillTraining(ABC):
         return total / len(batches)
 
     def state(self) -> str:
-        """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
-
-        Of what is sharded it is this rank's own part, which differs from rank to rank.
-        """
-        held: list[Any] = [*self.module.parameters(), *self.module.buffers()]
-        for group in self.optimizer.param_groups:
-            held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
-            for parameter in group["params"]:
-                held.append(parameter)
-                held += [value for _, value in sorted(self.optimizer.state.get(parameter, {}).items())]
-        return hash_of(local_of(value) for value in held)
+        return state_of(self.module, self.optimizer)
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """Return the leaves. A collective."""
@@ -293,3 +283,17 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def state_of(module: nn.Module, optimizer: Any) -> str:
+    """Hash a rank's parameters, frozen ones too, buffers, fp32 masters, optimizer's state.
+
+    Of what is sharded it is this rank's own part, which differs from rank to rank.
+    """
+    held: list[Any] = [*module.parameters(), *module.buffers()]
+    for group in optimizer.param_groups:
+        held += [value for _, value in sorted(group.items()) if isinstance(value, (int, float))]
+        for parameter in group["params"]:
+            held.append(parameter)
+            held += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
+    return hash_of(local_of(value) for value in held)

@@ -61,6 +61,12 @@ def write(directory: Path, loss: np.ndarray, first: int = 1, **others: np.ndarra
     return directory
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no table be broken: a runner of tests may say how wide the terminal is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(5)
     noise = autoregressive(800, 0.5, rng)
