@@ -10,7 +10,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
