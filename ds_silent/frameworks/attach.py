@@ -41,7 +41,7 @@ def attach(
 
     Args:
         training: a DeepSpeedEngine, a DistributedDataParallel, a module under ``fully_shard``, or Megatron-core's model
-            or list of chunks, before its first step.
+            or list of chunks, before its first step; or what ``torch.compile`` has made of it.
         config: the block as a dict, parsed, or the path of a file that holds it (alone, or under its name); by default
             an engine's own, else all defaults.
         optimizer: the torch optimizer (or accelerate's around it), or several, or Megatron-core's; an engine has its
@@ -59,6 +59,7 @@ def attach(
         ConfigError: the block or the model cannot be honoured; the same on every rank.
         SinkError: a group's first rank cannot write to its directory; raised on every rank of the group.
     """
+    training = getattr(training, "_orig_mod", training)  # of torch.compile
     if isinstance(training, DistributedDataParallel):
         from ds_silent.frameworks.ddp import attach_ddp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.observing.observer import IdleObserver, Observer
+from ds_silent.sinks.jsonl import read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.support.distributed import run_distributed
 
@@ -129,3 +132,31 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     for said, clean in run_distributed(closes, 2, (str(tmp_path),)):
         assert said == ["the script's own"]
         assert clean
+
+
+def compiled(directory: str) -> list[list[tuple[float, float]]]:
+    """Loss and gradient norm of each step: as the module was wrapped, and as ``torch.compile`` gives it back."""
+    numbers = []
+    for name, given in (("plain", nn.Module.train), ("compiled", partial(torch.compile, backend="eager"))):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        called = given(model)
+        block = {"output_dir": str(Path(directory, name)), "preflight": False}
+        with ds_silent.observe(called, optimizer, config=block):
+            rows = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(3):
+                called(torch.randn(8, 4, generator=rows)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        for name in ("plain", "compiled"):
+            records = read_metrics(Path(directory, name, "metrics.jsonl"))
+            numbers.append([(record["loss"]["mean"], record["grad_norm"]["mean"]) for record in records])
+    return numbers
+
+
+def test_what_torch_compile_returns_is_observed_as_its_module(tmp_path: Path) -> None:
+    plain, through = run_distributed(compiled, 2, (str(tmp_path),))[0]
+    assert len(plain) == 3
+    assert through == plain
