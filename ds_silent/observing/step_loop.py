@@ -6,7 +6,7 @@ steps.before_reduction(); steps.before_update(); steps.after_update()
 1. Forward and backward: hooks add rows, loss and gradients to this rank's numbers. No collective runs. Gradient hooks
    run on autograd's thread.
 2. ``before_reduction``, as a backward ends: count the reduction; with exact directions exchange the gradients. Where
-   the reduction overlaps with the backward (DDP, FSDP2), it has run by then.
+   the reduction overlaps with the backward, it has run by then.
 3. The framework reduces; a hook sketches the result.
 4. ``before_update``, as the first optimizer is about to step. Collectives, in this order: choose the directory (once),
    collect the observation that was posted last, ask about what differs, post this step's, act on a wrong reduction.

@@ -10,6 +10,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,12 @@ def test_a_training_ends_with_the_search(toyrate: None, tmp_path: Path, number: 
     training = [interpreter(), "launcher.py", "started"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [*command, "--bad", "1.4", "--", *training], cwd=tmp_path, env=environment, start_new_session=True
+        [*command, "--bad", "1.4", "--", *training],
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+        # a suite in a shell's background is started with ctrl-C ignored, which a process would inherit
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as search:
         deadline = time.monotonic() + 120
         while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
