@@ -113,7 +113,7 @@ class StepLoop:
         return self.observing and step % self._config.interval == 0
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
-        """End a backward. Its reduction comes next (DeepSpeed), or has run in it (DDP, FSDP2, overlapped buckets).
+        """End a backward. Its reduction comes next, or has run in it where the two overlap.
 
         Returns:
             whether the exact inner products are due; see :meth:`_micro_batch_ended`.
