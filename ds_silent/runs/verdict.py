@@ -30,9 +30,16 @@ _PREFLIGHT = (
     "data-order-mismatch",
     "low-coverage",
 )
-_ROWS = ("duplicate-data", "data-order-mismatch", "low-coverage", "same-order", "batch-size-mismatch")
+_ROWS = (
+    "duplicate-data",
+    "data-order-mismatch",
+    "low-coverage",
+    "same-order",
+    "batch-size-mismatch",
+    "batch-suspect",
+)
 _REDUCTION = ("aggregation-error", "unreduced-gradient")
-_SETTINGS = ("config-mismatch", "seed-mismatch", "update-mismatch")
+_SETTINGS = ("config-mismatch", "seed-mismatch", "objective-mismatch", "update-mismatch", "weights-mismatch")
 
 
 @dataclass(frozen=True)

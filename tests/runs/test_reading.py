@@ -21,6 +21,8 @@ from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
 from tests.support.made_records import Run, make
 
+NO_FAULT = {"same-draws", "gradient-changed", "ranks-changed", "drift"}
+
 
 def event(step: int, kind: str = "outlier-rank", severity: str = "error", message: str = "Rank 2 is off.", **more):  # type: ignore[no-untyped-def]
     phase = {"Still,": "ongoing", "Ended:": "ended"}.get(message.split()[0])
@@ -221,13 +223,23 @@ def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -
     assert why["Before step 1"] == "preflight is false"
 
 
-@pytest.mark.parametrize(
-    "kind", sorted({*get_args(EventKind)} - {"same-draws", "gradient-changed", "ranks-changed", "drift"})
-)
+@pytest.mark.parametrize("kind", sorted({*get_args(EventKind)} - NO_FAULT))
 def test_every_kind_that_is_an_alarm_has_its_own_sentence(tmp_path: Path, kind: str) -> None:
     for ranks in ((2,), (1, 2), ()):
         run = read_run(write(tmp_path / str(len(ranks)), events=(event(10, kind, ranks=ranks),)))
         assert "event of the kind" not in verdict_of(run).sentence
+
+
+@pytest.mark.parametrize("kind", sorted({*get_args(EventKind)} - NO_FAULT - {"observer-off", "repaired"}))
+def test_what_is_an_error_fails_a_check(tmp_path: Path, kind: str) -> None:
+    """A headline of an error above eight green ticks is not believed."""
+    step = 0 if kind == "initial-weights-mismatch" else 10
+    failed = [
+        one
+        for one in verdict_of(read_run(write(tmp_path, events=(event(step, kind),)))).checks
+        if one.state == "failed"
+    ]
+    assert [one.why.partition(",")[0] for one in failed] == [kind]
 
 
 def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
