@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ds_silent.observing.observer import IdleObserver, Observer
 from ds_silent.sinks.jsonl import read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.support.distributed import run_distributed
+from tests.support.interpreter import interpreter
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), [], "model", None])
@@ -160,3 +162,26 @@ def test_what_torch_compile_returns_is_observed_as_its_module(tmp_path: Path) ->
     plain, through = run_distributed(compiled, 2, (str(tmp_path),))[0]
     assert len(plain) == 3
     assert through == plain
+
+
+IMPORTS = """
+import importlib, pkgutil, random
+import numpy as np
+import torch
+random.seed(0), np.random.seed(0), torch.manual_seed(0)
+before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+import ds_silent
+others = ("deepspeed", "megatron", "drill", "practice", "integrations", "__main__")
+names = [one.name for one in pkgutil.walk_packages(ds_silent.__path__, "ds_silent.")]
+names = [name for name in names if not any(other in name for other in others)]
+for name in names:
+    importlib.import_module(name)
+after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+print(len(names) > 150, [one == other for one, other in zip(before, after)])
+"""
+
+
+def test_no_import_draws_a_number_of_the_scripts_generators() -> None:
+    """rich draws one as it is imported: what a script shuffled behind attach came in another order than without it."""
+    done = subprocess.run([interpreter(), "-c", IMPORTS], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[-1:] == ["True [True, True, True]"], done.stderr
