@@ -85,7 +85,7 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
         with _training(start.setting, Script(trial, injection, start.weights, loader, output_dir)) as training:
             training.observer.samples_per_epoch = len(start.rows.tokens)
             deal = _Deal(start, injection, loader.sampler)
-            watch = _Watch(trial, output_dir, start.setting)
+            watch = _EventWatch(trial, output_dir, start.setting)
             for step in range(1, trial.steps + 1):
                 losses.append(training.step(deal.batches(step), step))
                 if trial.hashed:
@@ -188,7 +188,7 @@ def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
     )
 
 
-class _Watch:
+class _EventWatch:
     """Rank 0 reads the events, all ranks end together."""
 
     def __init__(self, trial: Trial, output_dir: Path, setting: DrillSetting) -> None:

@@ -63,8 +63,7 @@ _GOODBYE = Observation(Status(failed=LEFT))
 
 
 class StepLoop:
-    """The steps of one training. Call :meth:`before_reduction` to :meth:`after_update` only through ``guard.run``, as
-    :func:`moments_of` does.
+    """The steps of one training. Only ``guard.run`` calls its moments, as in :func:`moments_of`.
 
     Attributes:
         observing: False from the step on at which all ranks stop.
@@ -113,11 +112,7 @@ class StepLoop:
         return self.observing and step % self._config.interval == 0
 
     def before_reduction(self, *args: Any, **kwargs: Any) -> bool:
-        """End a backward. Its reduction comes next, or has run in it where the two overlap.
-
-        Returns:
-            whether the exact inner products are due; see :meth:`_micro_batch_ended`.
-        """
+        """End a backward, whose reduction comes next or has run in it; return whether exact inner products are due."""
         self._capture.moments.keep_for_retry(*args, **kwargs)
         due = self._micro_batch_ended()
         if due and self._config.reduction != "ordered":  # that one makes them as it reduces
@@ -156,8 +151,7 @@ class StepLoop:
         self._guard.state = self.lockstep.stepped()
 
     def _exchange_step(self, step: int) -> None:
-        """Run a step's collectives. ``step`` is this rank's count, for records; the plan's, which all ranks share,
-        decides which collectives run."""
+        """Run a step's collectives, by the plan's count, which all ranks share; ``step``: this rank's, for records."""
         plan, local, collective = self.plan, self._guard.local, self._guard.collective
         self._home.settle(step - 1, self._capture.framework.counts.samples, self.records_loaded, collective)
         if plan.measures:
