@@ -33,7 +33,8 @@ class Patches:
 
     def hook(self, register: Callable[..., Any], act: Callable[..., object], **how: Any) -> None:
         """Register ``act`` as a hook of a module, tensor or optimizer, with the arguments of ``register``."""
-        self.add(register(_Hook(act), **how))
+        of_forward = getattr(register, "__name__", "").startswith("register_forward")
+        self.add(register(_Hook(_untraced(act) if of_forward else act), **how))
 
     def add(self, handle: Any) -> None:
         """Take a handle with ``remove()``, as torch's hooks give."""
@@ -188,6 +189,22 @@ class Patches:
         """Take everything off; may be called again."""
         while self._undo:
             self._undo.pop()()
+
+
+def _untraced(act: Callable[..., object]) -> Callable[..., object]:
+    """Return a hook that ``torch.compile`` calls as it is: traced, it would become a part of the compiled module."""
+    import torch  # not at the top: who reads records needs none, and the package imports this module
+    from torch._compile import _disable_dynamo
+
+    def run(*args: Any, **kwargs: Any) -> object:  # a method takes no attribute, which torch gives it
+        return act(*args, **kwargs)
+
+    outside = _disable_dynamo(run)  # unlike torch.compiler.disable it imports nothing before it is called
+
+    def call(*args: Any, **kwargs: Any) -> object:
+        return outside(*args, **kwargs) if torch.compiler.is_compiling() else act(*args, **kwargs)
+
+    return call
 
 
 class _Hook(partial[Any]):
