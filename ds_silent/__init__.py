@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 from typing import TYPE_CHECKING, Any
 
 from ds_silent.extras import VERSION
@@ -72,16 +71,6 @@ _MODULES = {
     "observe": "frameworks.attach",
     "observer_of": "observing.observe",
 }
-
-
-def _import_what_draws() -> None:
-    """Import what draws a number of Python's generator, once per process, and give the script its generator back."""
-    state = random.getstate()
-    importlib.import_module("rich.style")
-    random.setstate(state)
-
-
-_import_what_draws()
 
 
 def __getattr__(name: str) -> Any:

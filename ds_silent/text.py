@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 import sys
 from dataclasses import dataclass
+
+
+def _import_what_draws() -> None:
+    """Import what draws a number of Python's generator, once per process, and give the script its generator back."""
+    state = random.getstate()
+    importlib.import_module("rich.style")
+    random.setstate(state)
+
+
+_import_what_draws()  # here, because whatever prints tables imports this module first
 
 
 def one_line(text: str) -> str:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
 from ds_silent.capture.loaders import data_facts, deal_item, deal_of, dealt_by_all
@@ -271,6 +270,8 @@ def _compare_before_training(
     if home.sinks is None:
         return
     data = declared(config.detectors.dealt) or dealt_by_all(outcome, deal)
+    from rich.console import Console  # not at the top: rich comes behind ds_silent.text, which keeps the generator
+
     console = Console(stderr=True)  # colours on a terminal only, and none with NO_COLOR
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has no edge
