@@ -42,25 +42,34 @@ def worker() -> None:
 
     from finetune import trainer
     from finetune.ranks import join
-    from finetune.settings import CONFIGS, Settings, checked
 
     ranks = join()
     for name in TITLES:
-        settings = Settings(
+        scenario = "s1-3" if name == "own-seeds" else "s1-1"
+        sampler = "replicated" if name == "duplicated" else "sharded"
+        settings = settings_of(RECORDS / name, STEPS, scenario=scenario, sampler=sampler)
+        with corrupted(trainer, name == "corrupted" and ranks.rank == BAD):
+            trainer.train(settings, ranks)
+    dist.destroy_process_group()
+
+
+def settings_of(output: Path, steps: int, **of_the_rows: Any) -> Any:
+    """Return the fine-tune's settings for the embedded model on CPU ranks."""
+    from finetune.settings import CONFIGS, Settings, checked
+
+    return checked(
+        Settings(
             template="alpaca-with-input",
-            scenario="s1-3" if name == "own-seeds" else "s1-1",
-            sampler="replicated" if name == "duplicated" else "sharded",
-            output=RECORDS / name,
+            output=output,
             deepspeed_config=str(CONFIGS / "ds_cpu_demo.json"),
             micro_batch=4,
             accumulation=1,
-            max_steps=STEPS,
+            max_steps=steps,
             save_model=False,
-            log_every=STEPS,
+            log_every=steps,
+            **of_the_rows,
         )
-        with corrupted(trainer, name == "corrupted" and ranks.rank == BAD):
-            trainer.train(checked(settings), ranks)
-    dist.destroy_process_group()
+    )
 
 
 @contextmanager
@@ -99,10 +108,11 @@ def corrupted(trainer: Any, here: bool) -> Iterator[None]:
         trainer.collate, deepspeed.comm.all_reduce = collate, all_reduce
 
 
-def train() -> int:
-    shutil.rmtree(RECORDS, ignore_errors=True)
+def train(records: Path, script: str) -> int:
+    """Run the script's ``--worker`` on all ranks, with no earlier records."""
+    shutil.rmtree(records, ignore_errors=True)
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), __file__, "--worker"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), script, "--worker"]
     return subprocess.run([sys.executable, *launch], env=environment, check=False).returncode
 
 
@@ -204,7 +214,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--draw"]):
         print(f"metric_pictures: the only option is --draw, got {' '.join(arguments)}", file=sys.stderr)
         return 2
-    if not arguments and (code := train()):
+    if not arguments and (code := train(RECORDS, __file__)):
         return code
     from ds_silent.sinks.jsonl import read_records
 

@@ -10,17 +10,15 @@ should differ.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from metric_pictures import RANKS, settings_of, train
+
 from ds_silent.runs.curves import CurveDifference, compare_curves
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "launch"))  # the fine-tune's modules
-RANKS, STEPS, SEED = 4, 120, 42
+STEPS, SEED = 120, 42
 RECORDS = Path("runs/scenarios")
 SHOWN = ("loss std", "norm std", "cosine mean")
 EPOCH = "epoch.json"
@@ -42,39 +40,20 @@ def directory(scenario: str, sampler: str, seed: int) -> Path:
 def worker() -> None:
     import torch.distributed as dist
 
+    from finetune import trainer
     from finetune.ranks import join
     from finetune.sampler import epoch_coverage
     from finetune.scenarios import rank_seed
-    from finetune.settings import CONFIGS, Settings, checked
-    from finetune.trainer import train
 
     ranks = join()
     for scenario, sampler, seed in CASES:
-        settings = Settings(
-            template="alpaca-with-input",
-            scenario=scenario,
-            sampler=sampler,
-            seed=seed,
-            output=directory(scenario, sampler, seed),
-            deepspeed_config=str(CONFIGS / "ds_cpu_demo.json"),
-            micro_batch=4,
-            accumulation=1,
-            max_steps=STEPS,
-            save_model=False,
-            log_every=STEPS,
-        )
-        plan = train(checked(settings), ranks).plan
+        output = directory(scenario, sampler, seed)
+        settings = settings_of(output, STEPS, scenario=scenario, sampler=sampler, seed=seed)
+        plan = trainer.train(settings, ranks).plan
         if ranks.is_first:
             visited = epoch_coverage(plan, [rank_seed(scenario, seed, rank) for rank in range(RANKS)])
-            (settings.output / EPOCH).write_text(json.dumps(visited), encoding="utf-8")
+            (output / EPOCH).write_text(json.dumps(visited), encoding="utf-8")
     dist.destroy_process_group()
-
-
-def train_all() -> int:
-    shutil.rmtree(RECORDS, ignore_errors=True)
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS), __file__, "--worker"]
-    return subprocess.run([sys.executable, *launch], env=environment, check=False).returncode
 
 
 def table() -> None:
@@ -100,7 +79,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--worker"]:
         worker()
         return 0
-    if arguments != ["--table"] and (code := train_all()):
+    if arguments != ["--table"] and (code := train(RECORDS, __file__)):
         return code
     table()
     return 0

@@ -6,8 +6,8 @@
     local.accumulator.take()                                       # its sketch and squared norm
 
 Gradients are stored in one of two ways. Where they accumulate in a buffer of their own until the reduction, one look
-at the boundary suffices: ``grad`` plus the incoming gradient, in the buffer's dtype. Where
-every micro-batch is reduced and freed, each is added to the sketch: sketches add up, squared norms do not.
+at the boundary suffices: ``grad`` plus the incoming gradient, in the buffer's dtype. Where every micro-batch is
+reduced and freed, each is added to the sketch: sketches add up, squared norms do not.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
     found = []
     ours, theirs = _by_group(a.settings, b.settings), _by_group(b.settings, a.settings)
     for name in dict.fromkeys([*ours, *theirs]):
-        (one, from_a), (other, from_b) = _setting(ours, name), _setting(theirs, name)
+        (one, from_a), (other, from_b) = setting_of(ours, name), setting_of(theirs, name)
         if one != other or (from_a is None) != (from_b is None):
             found.append(SettingDifference(name, one, other, from_a, from_b, bool(SHARES.search(name))))
     if a.precision != b.precision:
@@ -85,7 +85,8 @@ def _by_group(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[st
     return {label: held for name, held in settings.items() for label in groups.get(name, [name])}
 
 
-def _setting(settings: Mapping[str, Any], name: str) -> tuple[Any, str | None]:
+def setting_of(settings: Mapping[str, Any], name: str) -> tuple[Any, str | None]:
+    """Return a setting's value and where it comes from; None for both where it is not listed."""
     held = settings.get(name)
     if isinstance(held, Mapping) and "value" in held:
         return held["value"], str(held.get("from"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_silent.comparison.defaults import SettingDifference, explaining
+from ds_silent.comparison.defaults import SettingDifference, explaining, setting_of
 from ds_silent.comparison.differences import Array, Differences, relative
 from ds_silent.comparison.factors import (
     SIMPLE,
@@ -170,7 +170,7 @@ def _loss(case: Case) -> Said:
     local = case.apart.local
     if case.first and local is not None and case.parting.size < 1e-2 and np.nanmax(local.relative) < 0.1:
         return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
-    drops = [head.settings.get("dropout", {}).get("value") for head in case.heads]
+    drops = [setting_of(head.settings, "dropout")[0] for head in case.heads]
     masks = f"; dropout ({drops[0]}) draws other masks with another seed or number of ranks" if all(drops) else ""
     what = "another forward or another loss" if case.first else "another forward, or other labels"
     return f"{size}: {what}{masks}", None, ""

@@ -46,6 +46,7 @@ from ds_silent.text import TORCH, Words, named
 AT_ONCE_SHARE = 1 / 16  # of the rate: its findings are far beyond any threshold, and the others hardly slow down
 WEIGHED_AGAIN, AT_MOST = 32, 8  # steps until a note's size is weighed again; ranks weighed in one step
 BEGINNING = 64  # steps; a rank that began to differ within them has always differed
+NOTED_AGAIN = 256  # steps after which another change of a rank is noted: rows that go on changing are one note
 _MEANING = {
     ("loss", 1): "a higher loss than {against} (given its tokens)",
     ("loss", -1): "a lower loss than {against} (given its tokens)",
@@ -297,10 +298,6 @@ def finding_of(rank: int, flag: Flag, random: bool) -> Finding:
     ranks, where, score, threshold = tuple(flag.ranks), flag.where, flag.score, flag.threshold
     found = Finding(key, "outlier-rank", flag.severity, ranks, where, score, threshold, message, remedy, flag.since)
     return replace(found.by_chance(), effect=flag.effect, guess=flag.why)
-
-
-NOTED_AGAIN = 256
-"""Steps after which another change of a rank is noted: rows that go on changing are one note."""
 
 
 class RankComparison(Detector):

@@ -35,6 +35,9 @@ logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"
 TIMEOUT_SECONDS = 300.0
 SHOWN_VALUES = 3
+KEPT = 8
+"""Of what a rank has left on a board, the newest: who is further behind hears nothing."""
+_meetings: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -239,12 +242,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         result |= flat(inner, f"{name}.") if isinstance(inner, Mapping) else {name: inner}
     return result
-
-
-logger = logging.getLogger("ds_silent")
-KEPT = 8
-"""Of what a rank has left, the newest: who is further behind hears nothing."""
-_meetings: Counter[str] = Counter()
 
 
 def store_of_all() -> Any:
