@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -83,8 +84,10 @@ def train(directory: Path, name: str) -> dict[str, Any]:
             chunk.zero_grad_buffer()
     alive = weakref.ref(chunk)
     del chunk, optimizer
-    for _ in range(5):  # views of the weights go first, which autograd's nodes hang on: two are enough but for 1 in 500
-        gc.collect()
+    end = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < end:
+        gc.collect()  # returns at once while another thread collects: the worker's took the time of five of these
+        time.sleep(0.01)
     return {**written(directory), "freed": alive() is None}
 
 
