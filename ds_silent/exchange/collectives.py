@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ def gather_on_host(mine: Tensor, group: dist.ProcessGroup, collective: Collectiv
     """Gather ``mine`` of every rank, stacked, on the host: for the rare exchange that waits. A collective."""
     own = mine.contiguous()
     everybody = collective(lambda: [torch.empty_like(own) for _ in range(dist.get_world_size(group))])
-    collective(lambda: dist.all_gather(everybody, own, group=group))
+    collective(lambda: kept(dist.all_gather(everybody, own, group=group, async_op=True)).wait())
     return torch.stack(everybody).cpu()
 
 
@@ -35,24 +36,27 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCa
     """
     own = mine.contiguous().reshape(-1)
     both = collective(lambda: torch.cat((own, ~own)))  # run again, the buffer that was reduced
-    collective(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group))
+    collective(lambda: kept(dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)).wait())
     largest, smallest = both.cpu().chunk(2)
     return (largest == ~smallest).view(mine.shape)
 
 
-_kept: list[object] = []
+_KEPT = 8  # more than the collectives of a step; gloo has 2 threads per group
+_kept: deque[dist.Work] = deque()
 
 
-def keep_to_the_end(last: object) -> None:
-    """Let what holds the buffers of a last collective, for which nobody waits, live as long as the process.
+def kept(work: dist.Work) -> dist.Work:
+    """Return ``work``, and let it live until some collectives later; the last ones as long as the process.
 
-    Where a thread of gloo holds a tensor's last reference, it needs Python's lock to release it. If Python is ending
-    just then, that ends the process with SIGABRT ("terminate called without an active exception").
+    A thread of gloo releases a collective's buffers some time after the collective is over, and needs Python's lock for
+    those that Python knows. If Python is ending just then, the process ends with SIGABRT ("terminate called without an
+    active exception"). While the collective lives, that thread releases none of them.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(last))  # clearing the list as Python ends frees nothing
-    for before in _kept:  # its collective is long over
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(before))
-    _kept[:] = [last]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # clearing the list as Python ends frees nothing
+    _kept.append(work)
+    if len(_kept) > _KEPT:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(_kept.popleft()))
+    return work
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,6 +80,8 @@ class HostCopy:
         self._work, self._copying = work, False
         if not self._on_host:
             self._copy()
+        elif work is not None:
+            kept(work)
 
     def _copy(self) -> None:
         with self._side.working():

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_silent.device import SideStream
 from ds_silent.distributed.communicator import new_part, own_part
 from ds_silent.distributed.guard import CollectiveCall
-from ds_silent.exchange.collectives import HostCopy, all_gather
+from ds_silent.exchange.collectives import HostCopy, all_gather, kept
 from ds_silent.exchange.layout import DIGIT, DIGITS, Layout
 from ds_silent.exchange.observation import FIELDS, Code, Wishes
 from ds_silent.maths.mixing import WORDS
@@ -104,7 +104,7 @@ class HierarchicalGather:
         if leaves:  # what was sent last may still be read, and nobody waits for that
             self.extremes, self._of_block = torch.empty_like(self.extremes), torch.empty_like(self._of_block)
         self._extremes_copy.start(collective(lambda: self._compare(mine)))
-        gathered = collective(lambda: all_gather(self._of_block, mine, group=self._block, async_op=True))
+        gathered = collective(lambda: kept(all_gather(self._of_block, mine, group=self._block, async_op=True)))
         self._gathered, self._passed = gathered, None
         if not self._leads or (leaves and self._side is None):
             return

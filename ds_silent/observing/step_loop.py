@@ -42,7 +42,7 @@ from ds_silent.capture.step import StepCapture, StepPlan
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.guard import CollectiveCall
-from ds_silent.exchange.collectives import Arrived, gather_on_host, keep_to_the_end
+from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import Exchange, make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
@@ -235,7 +235,6 @@ class StepLoop:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
         if not self._guard.over and dist.is_initialized():
             self._guard.run(lambda: self._exchange.post(self._capture.step, _GOODBYE, self._guard))
-            keep_to_the_end(self._exchange)
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""

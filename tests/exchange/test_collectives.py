@@ -1,25 +1,27 @@
-"""What outlives its last collective."""
+"""What outlives its collective."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import weakref
+from typing import Any
 
-from ds_silent.exchange.collectives import keep_to_the_end
+from ds_silent.exchange.collectives import _KEPT, kept
 
 
-class Buffers:
+class Work:
     pass
 
 
-def test_the_newest_lives_as_long_as_the_process() -> None:
-    first, second = Buffers(), Buffers()
-    ends = weakref.ref(first)
-    keep_to_the_end(first)
-    before = sys.getrefcount(second)
-    keep_to_the_end(second)
-    assert sys.getrefcount(second) == before + 2  # one of the list, one that nothing gives back
-    del first
+def test_the_newest_live_as_long_as_the_process_and_older_ones_are_freed() -> None:
+    works: list[Any] = [Work() for _ in range(_KEPT + 1)]
+    before = sys.getrefcount(works[-1])
+    for place in range(len(works)):
+        kept(works[place])
+    assert sys.getrefcount(works[-1]) == before + 2  # one of those that are kept, one that nothing gives back
+    oldest, second = weakref.ref(works[0]), weakref.ref(works[1])
+    works.clear()
     gc.collect()
-    assert ends() is None
+    assert oldest() is None
+    assert second() is not None
