@@ -89,6 +89,7 @@ class StepCounts:
     last_rows: int = 0  # of the step that was taken last
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
+    partly: bool = False  # some of its optimizers stepped, others did not
 
     @property
     def step(self) -> int:
@@ -110,10 +111,10 @@ class StepCounts:
         """Whether the optimizer did not apply the step just taken, whatever the reason."""
         return self.skipped or self.left_out
 
-    def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
+    def take(self, rows: int, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
         """Count a step of that many rows, taken or left out."""
         self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows, rows
-        self.skipped, self.left_out = skipped, left_out
+        self.skipped, self.left_out, self.partly = skipped, left_out, partly
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""

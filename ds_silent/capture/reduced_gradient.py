@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.capture.local_gradient import LocalGradient
-from ds_silent.exchange.observation import LEFT_OUT, Applied, Reduced
+from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Applied, Reduced
 from ds_silent.framework import Part
 from ds_silent.maths.rounding_bound import multiple_of
 
@@ -99,10 +99,15 @@ class ReducedGradient:
         self._sketched: Remembered | None = None  # what that sketch is of
         self._unread: bool | None = None  # the optimizer applies just that; None before it comes to apply anything
         self._written = False  # since the reduction, by what torch does not count
+        self._void = False  # written to since the step began, as by a GradScaler that unscales for each optimizer
 
     def written(self) -> None:
-        """Look at the aggregate again as the step begins: it was written to, and torch has not counted that."""
+        """Look at the aggregate again as the step begins: it was written to, and torch has not counted that.
+
+        Where the step has begun, nothing is said of what it applies.
+        """
         self._written = True
+        self._void = self._sketched is not None
 
     def reduced(self, aggregated: Iterable[Part] | None) -> None:
         """Look at the reduction's result before the script can change it. The last such call of a step counts."""
@@ -170,22 +175,25 @@ class ReducedGradient:
         if not self._unread:
             self._local.accumulator.add_all(parts, square=False)
 
-    def compare_applied(self, applied: bool, left_out: bool) -> Applied[float | Tensor]:
+    def compare_applied(self, applied: bool, left_out: bool, partly: bool) -> Applied[float | Tensor]:
         """Compare: applied = factor * aggregate + error, of this rank's share; all of it stays on the device.
 
         Args:
             applied: whether the optimizer came to apply it.
             left_out: whether the script has thrown the gradient away.
+            partly: whether one of several optimizers did not come.
         """
         if self._sketch is None:
             return Applied()
         if not applied:
             return Applied(seen=LEFT_OUT if left_out else -1.0)
-        if self._unread:
-            return Applied(1.0, 1.0, 0.0, torch.dot(self._sketch, self._sketch))
+        if self._unread and not self._void:
+            return Applied(PARTLY if partly else 1.0, 1.0, 0.0, torch.dot(self._sketch, self._sketch))
         total = self._local.accumulator.take()[0].sum(0)
+        if self._void:
+            return Applied()
         factor, error = multiple_of(total, self._sketch)
-        return Applied(1.0, factor, torch.dot(error, error), torch.dot(total, total))
+        return Applied(PARTLY if partly else 1.0, factor, torch.dot(error, error), torch.dot(total, total))
 
     def _read(self, parts: Iterable[Part]) -> Sketched:
         self._local.accumulator.add_all(parts, sketching=self._local.sketching)

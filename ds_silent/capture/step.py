@@ -196,8 +196,9 @@ class StepMoments:
     def _compare_applied(self) -> Applied[float | Tensor]:
         if self.skipped or self.unpublished or not self._framework.observes_applied:
             return Applied()
-        left_out = self._framework.counts.left_out
-        return self._guard.local(self.aggregate.compare_applied, self._applied, left_out) or Applied()
+        counts = self._framework.counts
+        compare = self.aggregate.compare_applied
+        return self._guard.local(compare, self._applied, counts.left_out, counts.partly) or Applied()
 
     @property
     def skipped(self) -> bool:

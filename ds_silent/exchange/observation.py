@@ -22,7 +22,7 @@ BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
 gradient that cannot be observed; ranks may take different numbers of steps. See
 :mod:`ds_silent.observing.lockstep`."""
-LEFT_OUT = -2.0
+LEFT_OUT, PARTLY = -2.0, 2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 
 
@@ -89,7 +89,7 @@ class Reduced(Generic[T]):
 class Applied(Generic[T]):
     """What the optimizer used of that part in the step before."""
 
-    seen: T = _0  # -1 when it applied nothing, LEFT_OUT when the script did not want it to
+    seen: T = _0  # 1 when it applied all; -1 nothing; LEFT_OUT when the script wanted that; PARTLY some
     factor: T = _0  # applied over aggregated
     error: T = _0  # squared length of what no factor explains
     squared: T = _0

@@ -11,16 +11,18 @@ first optimizer is about to step, and ends when all have stepped or the next tra
   returns (DDP, FSDP2). If the root does not come from the forward's loss, the root is a loss: the step's gradient is
   that of the roots' sum, so the roots are shares of the step's loss.
 * **forward**: the outermost call; a module may call itself, as Lightning's training step calls its own ``forward``.
-* **step**: hooks of the optimizers. An optimizer that gets a closure runs forward and backward itself, so it begins to
-  apply when the closure returns; each call of the closure is a step. A GradScaler that finds infinities does not call
-  its optimizer: that step is skipped. If ``zero_grad`` clears a reduced gradient before any optimizer has stepped, the
-  script leaves a step out: it ends there, so that no rank waits for another's observation. A GAN's generator runs its
-  backward through the discriminator, whose optimizer does not step on it. So a backward over a gradient that was not
-  cleared since the last step is dropped from the observation if ``zero_grad`` comes next: it was no step.
+* **step**: hooks of the optimizers, and of any other that steps a parameter of the model. An optimizer that gets a
+  closure runs forward and backward itself, so it begins to apply when the closure returns; each call of the closure is
+  a step. A GradScaler that finds infinities does not call its optimizer: that step is skipped. If ``zero_grad`` clears
+  a reduced gradient before any optimizer has stepped, the script leaves a step out: it ends there, so that no rank
+  waits for another's observation. A GAN's generator runs its backward through the discriminator, whose optimizer does
+  not step on it. So a backward over a gradient that was not cleared since the last step is dropped from the observation
+  if ``zero_grad`` comes next: it was no step.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,16 +31,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.extras import is_first
 from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, cut, nth_share, row_of
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches, behind_closure
+from ds_silent.text import shown
+
+logger = logging.getLogger("ds_silent")
 
 
 class TorchLoop:
@@ -56,13 +63,15 @@ class TorchLoop:
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[Any],
+        optimizers: list[Any],
         counts: StepCounts,
         patches: Patches,
         synchronises: Callable[[], bool],
         reduces_in_backward: bool = True,
     ):
-        self._module, self._optimizers, self._counts, self._patches = module, list(optimizers), counts, patches
+        self._module, self._optimizers, self._counts, self._patches = module, optimizers, counts, patches
+        self._parameters: set[int] = set()  # ids
+        self._hooked: list[Any] = []  # optimizers
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
         self._rows = self._rows_behind = 0  # of the current step; those whose backward has come, or never will
         self._forwards = 0  # depth of nested forward calls
@@ -89,9 +98,9 @@ class TorchLoop:
         for index, parameter in enumerate(parameters):
             patches.hook(parameter.register_hook, partial(gradient, index))
         for optimizer in self._optimizers:
-            patches.hook(optimizer.register_step_pre_hook, self._applying)
-            patches.hook(optimizer.register_step_post_hook, self._applied)
-            patches.around(optimizer, "zero_grad", self._clearing)
+            self._hook(optimizer)
+        self._parameters = {id(parameter) for parameter in parameters}
+        patches.add(register_optimizer_step_pre_hook(self._stepping))
         patches.wrap_method(nn.Module, "zero_grad", self._module_clearing)
         patches.wrap(torch.autograd, "backward", self._backward)
         scaler = torch.amp.GradScaler
@@ -162,6 +171,43 @@ class TorchLoop:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
+    def _hook(self, optimizer: Any) -> None:
+        self._hooked.append(optimizer)
+        self._patches.hook(optimizer.register_step_pre_hook, self._applying)
+        self._patches.hook(optimizer.register_step_post_hook, self._applied)
+        self._patches.around(optimizer, "zero_grad", self._clearing)
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Take an optimizer that the observer was not given, as the training's: it steps the same parameters.
+
+        One that steps inside another is that one's affair (``ZeroRedundancyOptimizer``).
+        """
+        if torch.compiler.is_compiling() or any(self._inside.values()) or not self._steps_ours(optimizer):
+            return
+        if not any(optimizer is own for own in self._optimizers):
+            self._moments.guard.local(self._take, optimizer)
+
+    def _take(self, optimizer: Any) -> None:
+        """Let it take the place of those that hold no other parameter of the model."""
+        others = self._parameters - parameters_of_optimizer(optimizer)
+        stay = [one for one in self._optimizers if not others.isdisjoint(parameters_of_optimizer(one))]
+        self._optimizers[:] = [*stay, optimizer]
+        if any(optimizer is one for one in self._hooked):
+            return
+        self._hook(optimizer)
+        if self._stepped is None and not self._accumulated:
+            self._inside[id(optimizer)] = 1  # the step has ended without it: it takes part from the next one on
+        if is_first():
+            logger.warning(
+                "ds_silent: %s, which the observer was not given, steps this model: its steps are observed from step "
+                "%d on, but not what its class and its schedule promise; make optimizers first, and give all to attach",
+                shown(type(optimizer).__name__),
+                self._counts.step + 1,
+            )
+
+    def _steps_ours(self, optimizer: Any) -> bool:
+        return not self._parameters.isdisjoint(parameters_of_optimizer(optimizer))
+
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
         self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 0) + 1
@@ -182,8 +228,11 @@ class TorchLoop:
         self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 1) - 1
         if self._stepped is not None and depth <= 0:
             self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
+            if self._all_stepped():
                 self._ended()
+
+    def _all_stepped(self) -> bool:
+        return self._stepped is not None and self._stepped.issuperset(map(id, self._optimizers))
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Follow ``zero_grad`` of our module or of one around it."""
@@ -208,8 +257,8 @@ class TorchLoop:
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """End the step, if one was ending."""
         if self._stepped is not None:
-            self._stepped = None
-            self._counts.take(self._rows, skipped, left_out)
+            partly, self._stepped = bool(self._stepped) and not self._all_stepped(), None
+            self._counts.take(self._rows, skipped, left_out, partly)
             self._rows = self._rows_behind = 0
             self._moments.post_step()
 
@@ -223,17 +272,23 @@ class TorchLoop:
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """torch does not count what this writes as a change of the gradients (2.13)."""
-        if any(optimizer is own for own in self._optimizers):
+        if self._steps_ours(optimizer):
             self._moments.on_aggregate_written()
         return original(scaler, optimizer)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._counts.step
         result = original(scaler, optimizer, *args, **kwargs)
-        if self._counts.step == before and self._stepped is None and any(optimizer is own for own in self._optimizers):
+        ours = any(optimizer is own for own in self._optimizers)
+        if ours and self._accumulated and self._counts.step == before and self._stepped is None:
             self._begin_to_end()
             self._ended(skipped=True)
         return result
+
+
+def parameters_of_optimizer(optimizer: Any) -> set[int]:
+    """Return the ids of what it steps."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def rows_in(args: Any, kwargs: Any) -> int:
@@ -290,7 +345,7 @@ class TorchFramework(Framework):
         self.micro_batch_rows, self.overlaps_backward = rows, reduces_in_backward
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off" and checks
         self.aggregate_replicated = self.observes_applied
-        self.loop = TorchLoop(module, optimizers, self.counts, self.patches, synchronises, reduces_in_backward)
+        self.loop = TorchLoop(module, self._optimizers, self.counts, self.patches, synchronises, reduces_in_backward)
         self._share = self.share() if checks else None
         pieces = [(self.parameters[piece.index], piece) for piece in self._share or ()]
         self._applied = AppliedGradients(pieces, self._optimizers)

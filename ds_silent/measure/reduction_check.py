@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import LEFT_OUT, Gathered, on_all
+from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all
 from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights, Pieces, explain, explain_micro_batches, own_weights
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -139,6 +139,8 @@ class ReductionChecker:
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
             return None, None
+        if gathered.leftover and bool((gathered.applied.seen == PARTLY).all()):
+            return None, None  # an optimizer that did not step accumulates on
         terms, squared = self._terms(gathered)
         spread = 1.0
         if self._arithmetic.reductions > 1 and squared > 0.0:
@@ -280,12 +282,12 @@ class AppliedChecker:
             if norm is None or not math.isfinite(norm):
                 return None
             past = replace(past, norm=norm)
-        stepped = seen > 0
-        if not bool(stepped.any()) and not self._applied_before:
+        if not bool((seen > 0).any()) and not self._applied_before:
             return None  # its calls were never seen: not observed
-        if bool((seen == LEFT_OUT).all()):
-            return None  # the scripts of all ranks have thrown the gradient away together
-        self._applied_before |= bool(stepped.any())
+        self._applied_before |= bool((seen > 0).any())
+        if bool((seen == LEFT_OUT).all()) or bool((seen == PARTLY).all()):
+            return None  # the scripts of all ranks wanted that, of all of the gradient or of some
+        stepped = seen == 1.0
         expected = self._factor(past, past.scale)
         scale = float(gathered.loss.scale[0])
         rescaled = self._factor(past, scale) if scale not in (0.0, past.scale) else None

@@ -1,0 +1,177 @@
+"""Optimizers that the observer was not given step the model: their steps are the training's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import ds_silent
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.distributed import run_distributed
+
+STEPS = 9
+CHANGES = 4  # the first step of another optimizer
+
+Stepping = Callable[[int], list[Any]]
+"""Which optimizers step at a step of that number."""
+
+
+class Averaging(SGD):
+    """Step an optimizer inside its own step, with the same parameters, as Lookahead does."""
+
+    def __init__(self, inner: Any):
+        super().__init__([p for group in inner.param_groups for p in group["params"]], lr=0.1)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+
+def replaced(model: nn.Module) -> tuple[Any, Stepping]:
+    """A new optimizer takes the place of the old one."""
+    old, new = AdamW(model.parameters(), lr=0.01), SGD(model.parameters(), lr=0.02)
+    return old, lambda step: [old if step < CHANGES else new]
+
+
+def of_another_model(model: nn.Module) -> tuple[Any, Stepping]:
+    """The one that was given holds nothing of the model."""
+    own = AdamW(model.parameters(), lr=0.01)
+    return SGD([torch.zeros(1, requires_grad=True)], lr=0.1), lambda _: [own]
+
+
+def alternating(model: nn.Module) -> tuple[Any, Stepping]:
+    """Two optimizers of the same parameters take turns."""
+    first, second = AdamW(model.parameters(), lr=0.01), SGD(model.parameters(), lr=0.02)
+    return first, lambda step: [first if step % 2 else second]
+
+
+def one_of_two(model: nn.Module) -> tuple[Any, Stepping]:
+    """Two optimizers share the parameters, and the observer was given one."""
+    parameters = list(model.parameters())
+    weights, biases = AdamW(parameters[::2], lr=0.01), AdamW(parameters[1::2], lr=0.01)
+    return weights, lambda _: [weights, biases]
+
+
+def of_a_part(model: nn.Module) -> tuple[Any, Stepping]:
+    """A second one steps some of the parameters, every other step."""
+    whole, part = AdamW(model.parameters(), lr=0.01), SGD(list(model.parameters())[:1], lr=0.02)
+    return whole, lambda step: [whole if step % 2 else part]
+
+
+def both(model: nn.Module) -> tuple[Any, Stepping]:
+    """Two optimizers share the parameters, and the observer was given both."""
+    parameters = list(model.parameters())
+    weights, biases = AdamW(parameters[::2], lr=0.01), AdamW(parameters[1::2], lr=0.01)
+    return [weights, biases], lambda _: [weights, biases]
+
+
+def in_turns(model: nn.Module) -> tuple[Any, Stepping]:
+    """Two optimizers share the parameters; one of them steps every other step."""
+    parameters = list(model.parameters())
+    weights, biases = AdamW(parameters[::2], lr=0.01), AdamW(parameters[1::2], lr=0.01)
+    return [weights, biases], lambda step: [weights, biases] if step % 2 else [weights]
+
+
+def around(model: nn.Module) -> tuple[Any, Stepping]:
+    """The observer was given the inner one of two."""
+    inner = AdamW(model.parameters(), lr=0.01)
+    outer = Averaging(inner)
+    return inner, lambda _: [outer]
+
+
+def inside(model: nn.Module) -> tuple[Any, Stepping]:
+    """The observer was given the outer one of two, which steps the inner one."""
+    outer = Averaging(AdamW(model.parameters(), lr=0.01))
+    return outer, lambda _: [outer]
+
+
+def strangers_too(model: nn.Module) -> tuple[Any, Stepping]:
+    """Another model's optimizer steps as well."""
+    own, other = AdamW(model.parameters(), lr=0.01), SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    return own, lambda _: [other, own, other]
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        replaced,
+        of_another_model,
+        alternating,
+        one_of_two,
+        of_a_part,
+        both,
+        in_turns,
+        around,
+        inside,
+        strangers_too,
+    )
+}
+
+
+def train(name: str, scales: bool, directory: Path) -> None:
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DistributedDataParallel(module)
+    given, stepping = CASES[name](module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales)
+    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=given)
+    assert observer is not None
+    torch.manual_seed(100 + dist.get_rank())
+    for step in range(1, STEPS + 1):
+        optimizers = stepping(step)
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        for optimizer in optimizers:
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    observer.close()
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_recorded_and_nothing_is_told(name: str, scales: bool, tmp_path: Path) -> None:
+    run_distributed(train, 2, (name, scales, tmp_path))
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [event["message"] for event in read_events(tmp_path / "events.jsonl")] == []
+    for record in records[: -1 if name == "of_a_part" else None]:  # whose last step ends with the next forward
+        assert record["samples"] == 2 * 4 * record["step"]
+        if (error := record["integrity"]["relative_error"]) is not None or name not in ("of_a_part", "in_turns"):
+            assert error <= record["integrity"]["rounding_bound"]
+
+
+def skip_one(directory: Path) -> None:
+    """On rank 1 one of two optimizers misses a step."""
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DistributedDataParallel(module)
+    optimizers, _ = both(module)
+    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizers)
+    assert observer is not None
+    torch.manual_seed(100 + dist.get_rank())
+    for step in range(1, STEPS + 1):
+        model(torch.randn(4, 8)).square().mean().backward()
+        for optimizer in optimizers[: 1 if step == CHANGES and dist.get_rank() == 1 else 2]:
+            optimizer.step()
+        model.zero_grad()
+    observer.close()
+
+
+def test_one_optimizer_that_misses_a_step_on_one_rank_is_told(tmp_path: Path) -> None:
+    run_distributed(skip_one, 2, (tmp_path,))
+    first = next(event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info")
+    assert (first["kind"], first["step"], first["ranks"]) == ("aggregation-error", CHANGES, [1])
+    assert "did not step, although others' did" in first["message"]
