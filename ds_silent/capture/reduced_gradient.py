@@ -175,7 +175,7 @@ class ReducedGradient:
         if not self._unread:
             self._local.accumulator.add_all(parts, square=False)
 
-    def compare_applied(self, applied: bool, left_out: bool, partly: bool) -> Applied[float | Tensor]:
+    def compare_applied(self, applied: bool, left_out: bool = False, partly: bool = False) -> Applied[float | Tensor]:
         """Compare: applied = factor * aggregate + error, of this rank's share; all of it stays on the device.
 
         Args:
