@@ -81,12 +81,12 @@ class Promise:
 
 @dataclass
 class StepCounts:
-    """Count the steps and rows of one rank, where nothing of the framework does."""
+    """Count steps and rows where nothing of the framework does."""
 
     data_ranks: int = 1  # that consume rows of their own
     taken: int = 0  # steps
-    rows: int = 0  # consumed by this rank until the last step
-    last_rows: int = 0  # of the step that was taken last
+    rows: int = 0  # consumed by all ranks until the last step
+    last_rows: int = 0  # of this rank, in the step that was taken last
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
 
@@ -98,7 +98,7 @@ class StepCounts:
     @property
     def samples(self) -> int:
         """Rows consumed by all ranks so far."""
-        return self.rows * self.data_ranks
+        return self.rows
 
     @property
     def batch(self) -> float:
@@ -111,17 +111,18 @@ class StepCounts:
         return self.skipped or self.left_out
 
     def take(self, rows: int, skipped: bool, left_out: bool = False) -> None:
-        """Count a step of that many rows, taken or left out."""
-        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows, rows
+        """Count a step of that many rows of each rank, taken or left out."""
+        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows * self.data_ranks, rows
         self.skipped, self.left_out = skipped, left_out
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
-        return {"step": self.step, "rows": self.rows}
+        return {"step": self.step, "samples": self.rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
+        """Continue from :meth:`state_dict`; ``rows`` are of each rank, where nobody knows those of all."""
+        self.taken = int(state["step"]) - 1
+        self.rows = int(state["samples"] if "samples" in state else state["rows"] * self.data_ranks)
 
 
 Origin = Literal["yours", "default", "framework"]
