@@ -12,7 +12,7 @@ in place in :meth:`Framework.connect`. A loop that a script writes itself has mo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.patches import Patches
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import Duplicates, compared
-from ds_silent.text import TORCH, Words
+from ds_silent.text import TORCH, Words, shown
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
@@ -119,10 +119,25 @@ class StepCounts:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
         return {"step": self.step, "samples": self.rows}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from :meth:`state_dict`; ``rows`` are of each rank, where nobody knows those of all."""
-        self.taken = int(state["step"]) - 1
-        self.rows = int(state["samples"] if "samples" in state else state["rows"] * self.data_ranks)
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict`; ``rows`` are of each rank, where nobody knows those of all.
+
+        Raises:
+            ValueError: it is damaged; where the step is not, that is taken.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"what it has counted must be an object, and is {shown(state)}")
+        self.taken = whole_number(state, "step", 1, " of what it has counted") - 1
+        key, ranks = ("samples", 1) if "samples" in state else ("rows", self.data_ranks)
+        self.rows = whole_number(state, key, 0, " of what it has counted") * ranks
+
+
+def whole_number(state: Mapping[str, Any], key: str, least: int, place: str = "") -> int:
+    """Return a number of a saved state, or raise a ValueError that says what it must be."""
+    value = state.get(key)
+    if type(value) is not int or value < least:
+        raise ValueError(f'"{key}"{place} must be an integer of at least {least}, and is {shown(value)}')
+    return value
 
 
 Origin = Literal["yours", "default", "framework"]
