@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,6 +42,7 @@ class Observer:
         self._steps = StepLoop(capture, config, home, self.close, first)
         self._publisher, self._replicas = self._steps.publisher, self._steps.replicas
         self._closed = False
+        self._handled = id(sys.exc_info()[1])  # of the exception in whose handler the training begins, if any
         self.closing: Callable[[], object] = list  # what is still to be done when it closes
         self.connect()
         if hasattr(os, "register_at_fork"):
@@ -199,9 +201,12 @@ class Observer:
         """Publish what is under way, close the sinks and leave the framework as it was. No collective.
 
         Args:
-            error: what has ended the training, for ``run.json``; None where nothing has.
+            error: what has ended the training, for ``run.json``; None where nothing has, or the exception that is
+                handled now: ``finally`` has no name for it.
         """
         if not self._closed:
+            raised = sys.exc_info()[1]
+            error = error or (None if id(raised) == self._handled else raised)
             self._closed = True
             cleanup, steps = self._guard.cleanup, self._steps
             cleanup(steps.publish_early, closed=True)
@@ -209,8 +214,9 @@ class Observer:
             cleanup(steps.say_goodbye)
             cleanup(steps.stop, ended=True)
             cleanup(self.closing)
+            cleanup(self._home.ends, self._capture.step - 1, error or steps.unanswered)
             cleanup(self._publisher.recorder.close)
-            cleanup(self._home.close, self._capture.step - 1, error)
+            cleanup(self._home.close)
 
     def forked(self) -> None:
         """Do nothing in a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""
