@@ -5,7 +5,7 @@
     claim.release()
     text = run_text(config, framework="DeepSpeed", ranks=4, training=facts, observed={"replicas": True})
     FactsSink(directory).write(record)                     # what becomes known later
-    write_end(directory, step=40, error=None)
+    write_end(directory, end_of(step=40, error=None))
     is_gone(facts["process"])                              # whether the process that has written it is no more
 
 A directory is used when one of its files of lines holds a byte. While a process writes, it holds a lock on
