@@ -12,7 +12,7 @@ in place in :meth:`Framework.connect`. A loop that a script writes itself has mo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.patches import Patches
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import Duplicates, compared
-from ds_silent.text import TORCH, Words
+from ds_silent.text import TORCH, Words, shown
 
 Part = tuple[int, int, Tensor]
 """(parameter, first element, values): a piece of a gradient."""
@@ -81,12 +81,12 @@ class Promise:
 
 @dataclass
 class StepCounts:
-    """Count the steps and rows of one rank, where nothing of the framework does."""
+    """Count steps and rows where nothing of the framework does."""
 
     data_ranks: int = 1  # that consume rows of their own
     taken: int = 0  # steps
-    rows: int = 0  # consumed by this rank until the last step
-    last_rows: int = 0  # of the step that was taken last
+    rows: int = 0  # consumed by all ranks until the last step
+    last_rows: int = 0  # of this rank, in the step that was taken last
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
     partly: bool = False  # some of its optimizers stepped, others did not
@@ -99,7 +99,7 @@ class StepCounts:
     @property
     def samples(self) -> int:
         """Rows consumed by all ranks so far."""
-        return self.rows * self.data_ranks
+        return self.rows
 
     @property
     def batch(self) -> float:
@@ -112,17 +112,33 @@ class StepCounts:
         return self.skipped or self.left_out
 
     def take(self, rows: int, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
-        """Count a step of that many rows, taken or left out."""
-        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows, rows
+        """Count a step of that many rows of each rank, taken or left out."""
+        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows * self.data_ranks, rows
         self.skipped, self.left_out, self.partly = skipped, left_out, partly
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
-        return {"step": self.step, "rows": self.rows}
+        return {"step": self.step, "samples": self.rows}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.taken, self.rows = int(state["step"]) - 1, int(state["rows"])
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict`; ``rows`` are of each rank, where nobody knows those of all.
+
+        Raises:
+            ValueError: it is damaged; where the step is not, that is taken.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"what it has counted must be an object, and is {shown(state)}")
+        self.taken = whole_number(state, "step", 1, " of what it has counted") - 1
+        key, ranks = ("samples", 1) if "samples" in state else ("rows", self.data_ranks)
+        self.rows = whole_number(state, key, 0, " of what it has counted") * ranks
+
+
+def whole_number(state: Mapping[str, Any], key: str, least: int, place: str = "") -> int:
+    """Return a number of a saved state, or raise a ValueError that says what it must be."""
+    value = state.get(key)
+    if type(value) is not int or value < least:
+        raise ValueError(f'"{key}"{place} must be an integer of at least {least}, and is {shown(value)}')
+    return value
 
 
 Origin = Literal["yours", "default", "framework"]

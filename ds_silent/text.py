@@ -40,15 +40,20 @@ def shown(value: object, longest: int = 80) -> str:
 
 
 def named(ranks: tuple[int, ...], world_size: int | None = None) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``, ``all 4 ranks``."""
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``, ``both ranks``, ``all 4 ranks``."""
     if world_size is not None and len(ranks) == world_size > 1:
-        return f"all {world_size} ranks"
+        return everybody(world_size)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     first_ranks = ranks if len(ranks) <= 8 else ranks[:7]
     last = str(first_ranks[-1]) if len(ranks) <= 8 else f"{len(ranks) - 7} more"
     first = first_ranks[:-1] if len(ranks) <= 8 else first_ranks
     return f"ranks {', '.join(map(str, first))} and {last}"
+
+
+def everybody(ranks: int) -> str:
+    """``both ranks``, ``all 4 ranks``; of two at least."""
+    return "both ranks" if ranks == 2 else f"all {ranks} ranks"
 
 
 def size_text(number: float) -> str:

@@ -253,10 +253,22 @@ def test_a_key_that_is_no_text() -> None:
     assert sentence({1: 2}).startswith("silent_consistency has no key 1; ")
 
 
-def test_first_error_and_the_number_of_the_others() -> None:
+def test_every_mistake_is_named() -> None:
+    message = sentence({"intervall": 5, "colour": "red"})
+    assert message == f'{sentence({"intervall": 5})} (and 1 more: no key "colour")'
     message = sentence({"interval": 0, "direction": {"sketch_size": 1000, "methud": "exact"}, "tensorboard": "auto"})
-    assert message.startswith("silent_consistency.direction has no key ")
-    assert message.endswith("(and 3 more)")
+    assert message == (
+        'silent_consistency.direction has no key "methud"; did you mean "method"? (and 3 more: '
+        'tensorboard must not be "auto", because nothing here is filled in later; interval must be a whole number, '
+        "at least 1, got 0; "
+        "direction.sketch_size must be a power of two between 256 and 1048576, got 1000)"
+    )
+
+
+def test_of_many_mistakes_the_first_five_are_named() -> None:
+    message = sentence({f"key{number}": 1 for number in range(40)})
+    assert [f'"key{number}"' in message for number in range(6)] == [True] * 5 + [False]
+    assert message.endswith(' (and 39 more: no key "key1"; no key "key2"; no key "key3"; no key "key4"; ...)')
 
 
 def test_hostile_text_stays_short_and_inert() -> None:

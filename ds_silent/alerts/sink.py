@@ -36,6 +36,7 @@ LONGEST = 64
 TRIES = 5
 PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Seconds before the second try, doubled before each further one, and what a server may ask for at most."""
+_JITTER = random.Random()  # the global generator is the script's
 END = 5.0
 """Seconds that the end of a run waits for its last alerts, all destinations together."""
 
@@ -173,7 +174,7 @@ class Delivery:
             except Exception as error:  # a tracker's own: what it says may quote a key
                 failed = NotSent(why_of(error))
             # Not all runs of a cluster at once.
-            pause = max(failed.after or 0.0, PAUSE * 2.0 ** (tries - 1) * random.uniform(0.8, 1.2))
+            pause = max(failed.after or 0.0, PAUSE * 2.0 ** (tries - 1) * _JITTER.uniform(0.8, 1.2))
             if not failed.again or tries == TRIES or pause > LONGEST_PAUSE or self._closes_within(pause):
                 break
         why = f"{failed}" if tries == 1 else f"{failed} ({tries} tries)"

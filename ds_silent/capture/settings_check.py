@@ -34,7 +34,7 @@ from ds_silent.framework import Framework
 from ds_silent.preflight.comparison import PreflightOutcome, compare
 from ds_silent.preflight.messages import events_of
 from ds_silent.records import Event, EventKind
-from ds_silent.text import Words
+from ds_silent.text import Words, everybody
 
 MOST_QUESTIONS = 64  # per run
 _EXTREMES: Parts = ((0,), (1,))  # of many ranks all know only the smallest and the largest hash
@@ -208,7 +208,7 @@ def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
 def same_draws(step: int, ranks: int, words: Words) -> Event:
     """Make the note that all ranks use the same masks."""
     message = (
-        f"The first forward drew the same random numbers on all {ranks} ranks: dropout and other noise use "
+        f"The first forward drew the same random numbers on {everybody(ranks)}: dropout and other noise use "
         "the same masks on different rows, so that they average less than they could."
     )
     remedy = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -296,6 +296,10 @@ WRITERS_ALONE = tuple(
 """Keys that only the rank that writes looks at: ranks may differ in them, and they are neither compared nor shown."""
 
 
+_MOST_NAMED = 5
+"""Mistakes; all are counted."""
+
+
 def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentConsistencyConfig | None:
     """The block of ``ds_config``, checked; ``None`` when it is absent or has ``"enabled": false``.
 
@@ -303,7 +307,7 @@ def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentCo
         name: what its user calls ``ds_config``.
 
     Raises:
-        ConfigError: one sentence about the first mistake, in the order of the block, and how many more there are.
+        ConfigError: a sentence about the first mistake, in the order of the block, and the next ones in parentheses.
     """
     block = find_block(ds_config, name)
     if block is None or block.get("enabled") is False:
@@ -315,9 +319,16 @@ def parse(ds_config: Mapping[str, Any], name: str = "the ds_config") -> SilentCo
     except ValidationError as error:
         errors += [value_error(SilentConsistencyConfig, BLOCK, one) for one in error.errors()]
     if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ConfigError(errors[0] + more)
+        raise ConfigError(_together(errors))
     return config
+
+
+def _together(errors: Sequence[str]) -> str:
+    """Return the first mistake, and of the next ones what is wrong without the remedy."""
+    first, *others = errors
+    shorter = [one.partition("; ")[0].removeprefix(f"{BLOCK} has ").removeprefix(f"{BLOCK}.") for one in others]
+    named = "; ".join([*shorter[: _MOST_NAMED - 1], *(["..."] if len(errors) > _MOST_NAMED else [])])
+    return f"{first} (and {len(others)} more: {named})" if others else first
 
 
 def _contradictions(config: SilentConsistencyConfig) -> list[str]:

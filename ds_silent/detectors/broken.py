@@ -74,7 +74,8 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
     if ranks:
         what = " and ".join(name for name, bad in (("loss", bad_loss), ("gradient", bad_gradient)) if bad)
         began = f", first in {layers[0]}" if layers else ""
-        message = f"The {what} of {named(ranks, record.world_size)} is not finite{began}."
+        verb = "are" if bad_loss and bad_gradient else "is"
+        message = f"The {what} of {named(ranks, record.world_size)} {verb} not finite{began}."
     elif not extras.step_skipped and _bad(record.grad_norm.aggregated):
         where, message = "aggregated gradient", "The aggregated gradient is not finite although every rank's own is."
     elif (

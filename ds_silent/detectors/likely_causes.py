@@ -37,6 +37,7 @@ LARGE = 3.0  # a factor that other rows or other labels do not make
 LARGEST = 20.0  # a factor of loss and norm that not even wrong labels make
 SIMPLE, SIMPLE_LOSS, SIMPLE_NORM = (2.0, 3.0, 4.0), (0.03, 0.1), (0.1, 0.3)  # and how near in logarithms: least, most
 SURE = 4.0  # standard deviations of a healthy rank's cosine: further off is no noise
+LEANING = 2.0  # standard errors of a loss that is higher beside a gradient that is off: data, before anything else
 TOWARDS, AWAY = 2 / 3, -0.5  # of the others' own cosine: pointing where they do, pointing back
 FAINT = 0.02  # below it, the others' own cosine is too near to 0 for anybody to point elsewhere
 SHOWN = 3
@@ -118,7 +119,8 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     if seen.spread:
         return (_OUT_OF_PHASE,)
     loss, norm = _off(seen.loss, seen.loss_noise), _off(seen.norm, seen.norm_noise)
-    one_factor = bool(loss and norm) and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
+    one_factor = loss * norm > 0.0 and abs(loss - norm) <= math.log(SAME_FACTOR) + seen.loss_noise + seen.norm_noise
+    apart = loss * norm < 0.0 and abs(norm) <= math.log(SAME_FACTOR)  # no factor does that
     causes = _of_counts(seen, loss, norm, words)
     if seen.direction == "opposite":
         causes = [_negated(bool(loss)), *causes, _CORRUPTED]
@@ -132,8 +134,11 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
         else:
             causes = [*multiplied, *causes, *(data if doubtful or abs(loss) < math.log(LARGE) else [])]
     elif seen.direction == "off":
-        causes += [_CORRUPTED, _OTHER_DATA] if not loss else [_OTHER_DATA if loss > 0 else _EASIER, _CORRUPTED]
-    elif norm and abs(norm) > 2.0 * abs(loss):
+        higher = _off(seen.loss, seen.loss_noise, LEANING) > 0.0  # what is changed behind a loss leaves it as it is
+        since_start = seen.past_cosine is None  # rows may be wrong from the first step on; hardware breaks later
+        rows = _EASIER if loss < 0 else _OTHER_DATA
+        causes += [rows, _CORRUPTED] if loss or higher or since_start else [_CORRUPTED, rows]
+    elif norm and not apart and abs(norm) > 2.0 * abs(loss):
         causes += _of_the_norm(seen, norm, words)
     elif loss > 0:
         causes += _of_the_loss(seen, loss, norm)
@@ -338,11 +343,11 @@ def _log(ratio: float | None) -> float:
     return abs(math.log(ratio)) if ratio is not None and 0.0 < ratio < math.inf else math.inf
 
 
-def _off(ratio: float | None, noise: float) -> float:
-    """log ratio, or 0.0 where it is plain or not known."""
+def _off(ratio: float | None, noise: float, errors: float = 4.0) -> float:
+    """log ratio, or 0.0 where it is not known, or plain: within that many standard errors."""
     if ratio is None or not 0.0 < ratio < math.inf:
         return 0.0
-    plain = min(max(4.0 * noise, 0.02), math.log(LARGE)) if noise > 0.0 else math.log(PLAIN)
+    plain = min(max(errors * noise, 0.02), math.log(LARGE)) if noise > 0.0 else math.log(PLAIN)
     return math.log(ratio) if abs(math.log(ratio)) > plain else 0.0
 
 

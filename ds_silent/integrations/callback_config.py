@@ -61,8 +61,9 @@ def go_on(observer: Observer, kept: Mapping[str, Any], steps: int, rows: int) ->
         kept: the observer's state in it; empty where it was written without one.
         rows: of each rank until then, where the state does not say.
     """
-    counted = {**kept.get("counted", {"rows": rows}), "step": steps + 1}
-    observer.load_state_dict({**kept, "counted": counted})
+    counted = kept.get("counted", {"rows": rows})
+    readable = counted if isinstance(counted, Mapping) else {}  # the observer says what is missing
+    observer.load_state_dict({**kept, "counted": {**readable, "step": steps + 1}})
 
 
 def block_for(held: Any, config: Given) -> Given:

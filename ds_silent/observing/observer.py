@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,16 @@ from ds_silent.capture.batch_rows import as_ids
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.places import Places
-from ds_silent.framework import Promise
+from ds_silent.framework import Promise, whole_number
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.observing.step_loop import StepLoop, moments_of
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.scalars import scalars
+from ds_silent.text import shown
 
 logger = logging.getLogger("ds_silent")
+_VERSION = 2  # of the state
 
 
 class Observer:
@@ -39,6 +42,7 @@ class Observer:
         self._steps = StepLoop(capture, config, home, self.close, first)
         self._publisher, self._replicas = self._steps.publisher, self._steps.replicas
         self._closed = False
+        self._handled = id(sys.exc_info()[1])  # of the exception in whose handler the training begins, if any
         self.closing: Callable[[], object] = list  # what is still to be done when it closes
         self.connect()
         if hasattr(os, "register_at_fork"):
@@ -141,7 +145,7 @@ class Observer:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
         self._guard.cleanup(self._steps.publish_early, self._closed)
-        state: dict[str, Any] = {"version": 2, "samples_per_epoch": self.samples_per_epoch}
+        state: dict[str, Any] = {"version": _VERSION, "samples_per_epoch": self.samples_per_epoch}
         if counted := self._capture.framework.counts.state_dict():
             state["counted"] = counted
         return state | (self._guard.local(self._own_state) or {})
@@ -156,12 +160,30 @@ class Observer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew."""
         self._guard.cleanup(self._steps.publish_early, self._closed)  # what is under way was taken before the way back
+        try:
+            self._check(state)
+        except ValueError as error:
+            level = logging.WARNING if self._publisher.recorder.writes else logging.INFO
+            logger.log(level, "ds_silent: the observer's state in the checkpoint is not used: %s", error)
+            state = {}
         self._steps.records_loaded = state.get("records")
         self.samples_per_epoch = self.samples_per_epoch or state.get("samples_per_epoch") or None
         self._replicas.loaded(state.get("weights_checksum"))
-        if isinstance(state.get("counted"), dict):
-            self._capture.framework.counts.load_state_dict(state["counted"])
         self._publisher.recorder.load_state_dict(state)
+
+    def _check(self, state: Any) -> None:
+        """Take the counters of a saved state, which any version can read; raise ValueError for what is damaged."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"it must be an object, and is {shown(state)}")
+        if "counted" in state:
+            self._capture.framework.counts.load_state_dict(state["counted"])
+        if state.get("version", _VERSION) != _VERSION:
+            raise ValueError(f"it has version {shown(state['version'])}, this one reads {_VERSION}")
+        if state.get("samples_per_epoch") is not None:
+            whole_number(state, "samples_per_epoch", 0)
+        for key in ("records", "weights_checksum"):
+            if not isinstance(state.get(key), str | None):
+                raise ValueError(f'"{key}" must be a text, and is {shown(state[key])}')
 
     def before_checkpoint(self) -> None:
         """A checkpoint is being written, by all ranks: what it holds is compared at the next measured step."""
@@ -179,9 +201,12 @@ class Observer:
         """Publish what is under way, close the sinks and leave the framework as it was. No collective.
 
         Args:
-            error: what has ended the training, for ``run.json``; None where nothing has.
+            error: what has ended the training, for ``run.json``; None where nothing has, or the exception that is
+                handled now: ``finally`` has no name for it.
         """
         if not self._closed:
+            raised = sys.exc_info()[1]
+            error = error or (None if id(raised) == self._handled else raised)
             self._closed = True
             cleanup, steps = self._guard.cleanup, self._steps
             cleanup(steps.publish_early, closed=True)
@@ -189,8 +214,9 @@ class Observer:
             cleanup(steps.say_goodbye)
             cleanup(steps.stop, ended=True)
             cleanup(self.closing)
+            cleanup(self._home.ends, self._capture.step - 1, error or steps.unanswered)
             cleanup(self._publisher.recorder.close)
-            cleanup(self._home.close, self._capture.step - 1, error)
+            cleanup(self._home.close)
 
     def forked(self) -> None:
         """Do nothing in a child, as a DataLoader's worker is: records, collectives and the end are the parent's."""

@@ -170,8 +170,9 @@ class _Judgement:
                 if before != ranks:
                     return before
                 self.judge.load_state_dict(state["judge"])
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", error)
+        except Exception as error:  # whatever is damaged
+            why = error if isinstance(error, ValueError) else f"it is damaged ({error!r})"
+            logger.warning("ds_silent: the observer's state in the checkpoint is not used: %s", why)
             self.begin_anew()
         return None
 

@@ -33,6 +33,7 @@ from ds_silent.sinks.run_directory import (
     Claim,
     claim_unused,
     claim_used,
+    end_of,
     holds_step,
     identity,
     is_used,
@@ -68,6 +69,7 @@ class RunDirectory:
         self._claim: Claim | None = None
         self._files: dict[str, str] = {}  # by name, that wait for the directory
         self._stepped = False
+        self._end = end_of(0, None)
 
     @classmethod
     def open(
@@ -207,17 +209,18 @@ class RunDirectory:
         self._background.drain()
         return identity(self._claim.directory)
 
-    def close(self, step: int = 0, error: BaseException | None = None) -> None:
-        """Others may write here; an engine that never stepped leaves no empty records. No collective.
+    def ends(self, step: int, error: BaseException | None) -> None:
+        """Keep the last step, and what has ended the training, if something did: for the last line and ``run.json``."""
+        self._end = end_of(step, error)
+        if self._summary is not None:
+            self._summary.ended = self._end
 
-        Args:
-            step: the last one.
-            error: what has ended the training, if something did.
-        """
+    def close(self) -> None:
+        """Others may write here; an engine that never stepped leaves no empty records. No collective."""
         _live.discard(self)
         if self._claim is None:
             return
-        write_end(self._claim.directory, step, error)
+        write_end(self._claim.directory, self._end)
         if not self._stepped and not is_used(self._claim.directory):
             _remove_empty(self._claim.directory)
         self._claim.release()

@@ -43,7 +43,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.exchange.collectives import Arrived, gather_on_host
-from ds_silent.exchange.gather import Exchange, make_exchange
+from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
 from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
 from ds_silent.framework import Moments
@@ -70,6 +70,7 @@ class StepLoop:
         publisher: writes what was gathered.
         replicas: when the replicas are compared.
         records_loaded: whose records the checkpoint's are, once one was loaded.
+        unanswered: what a collective raised as its result was read, the newest; None where all have come.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class StepLoop:
         self.replicas = ReplicaChecks(config, items, capture.group, responder.compares_replicas)
         self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
+        self.unanswered: Exception | None = None
         most, words = capture.framework.max_reductions_per_step, capture.framework.words
         guard.state = Lockstep(first, allowed=most, next_allowed=most, words=words)
         self.observing, self._idle, self._observe_seconds = True, False, 0.0
@@ -221,7 +223,7 @@ class StepLoop:
 
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
-        for arrived in _under_way(self._exchange) if self.observing else ():
+        for arrived in self._under_way() if self.observing else ():
             _, event = self.lockstep.of(arrived)
             if event is not None and event.kind == "observer-off":
                 if closed and not _all_leave(arrived):
@@ -230,6 +232,13 @@ class StepLoop:
             if event is not None and closed:
                 self._guard.cleanup(self.publisher.recorder.report, event)
             self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
+
+    def _under_way(self) -> Iterator[Arrived]:
+        try:
+            yield from self._exchange.under_way()
+        except Exception as error:  # a peer is gone: what it did not send cannot be published
+            self.unanswered = error
+            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
     def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
@@ -326,13 +335,6 @@ def _gather_micro_batches(capture: StepCapture, layout: Layout, collective: Coll
 
 def _without_arguments(act: Callable[[], None], *_: Any, **__: Any) -> None:
     act()
-
-
-def _under_way(exchange: Exchange) -> Iterator[Arrived]:
-    try:
-        yield from exchange.under_way()
-    except Exception as error:  # a peer is gone: what it did not send cannot be published
-        logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
 
 def _all_leave(arrived: Arrived) -> bool:

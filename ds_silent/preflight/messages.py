@@ -139,7 +139,8 @@ def verdict(one: ItemOutcome) -> str:
 
 def table(outcome: PreflightOutcome) -> Table:
     """What is not as expected, and one row for the rest of each group."""
-    drawn = Table("item", title=f"ds_silent preflight: {outcome.world_size} ranks", title_justify="left")
+    ranks = f"{outcome.world_size} rank{'s' * (outcome.world_size != 1)}"
+    drawn = Table("item", title=f"ds_silent preflight: {ranks}", title_justify="left")
     drawn.add_column("value", overflow="ellipsis", no_wrap=True, max_width=60)
     drawn.add_column("verdict")
     for group in GROUPS:

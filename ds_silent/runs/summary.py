@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ds_silent.records import Event, StepRecord, to_json
 from ds_silent.runs.events import in_words
@@ -24,11 +26,14 @@ from ds_silent.text import one_line
 class RunSummary(Sink):
     """Counts what this process has measured, of a resumed run its last part; prints a line when it is closed.
 
-    ``directory``: of the records; None while nothing is written.
+    Attributes:
+        directory: of the records; None while nothing is written.
+        ended: how the training has ended, as ``run.json`` says it; None while that is not known.
     """
 
     def __init__(self, label: str | None = None) -> None:
         self.directory: str | None = None
+        self.ended: Mapping[str, Any] | None = None
         self._name = speaker(label)
         self._steps = self._ranks = 0
         self._unseen = {"reduction", "replicas"}  # what no record speaks of
@@ -54,21 +59,21 @@ class RunSummary(Sink):
             return
         self._steps, self._run = 0, None
         where = "No records were written"
-        if self.directory is not None:
+        if self.directory is not None and not Path(self.directory).is_dir():
+            where = f"The records are gone: {self.directory} was deleted or moved while the training ran"
+        elif self.directory is not None:
             where = f"Records in {self.directory}; see them: ds-silent report {shlex.quote(self.directory)}"
         events = in_words(run.events.findings if run else {}) or "no events"
         measured = f"{steps:,} step{'s' * (steps != 1)} measured"
-        line = f"end  {measured}; {events}; verdict: {self._verdict(steps, run)} {where}"
+        line = f"end  {measured}; {events}; verdict: {self._verdict(steps, run or RunRecords(Path()))} {where}"
         say(f"{self._name} {one_line(line)}")
         sys.stdout.flush()
 
-    def _verdict(self, steps: int, run: RunRecords | None) -> str:
-        if run is not None:
-            run.facts = {"world_size": self._ranks}
-            verdict = verdict_of(run)
-            if verdict.severity in ("error", "warning"):
-                return verdict.sentence
-        if not steps:
-            return "nothing was measured."
+    def _verdict(self, steps: int, run: RunRecords) -> str:
+        run.facts = {"world_size": self._ranks, "ended": self.ended}
+        verdict = verdict_of(run)
+        if verdict.group is not None:
+            return verdict.sentence
         unseen = f"; not checked: {', '.join(sorted(self._unseen))}" if self._unseen else ""
-        return f"no fault was seen{unseen}."
+        seen = f"no fault was seen{unseen}." if steps else "nothing was measured."
+        return f"{run.broke_off}; until then {seen}" if run.broke_off else seen

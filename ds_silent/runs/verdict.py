@@ -105,6 +105,12 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
     "repaired": ("", "", "A fault was found and a repair tried"),
 }  # fmt: skip
 """What is said of a rank, of several ranks, and where none is named."""
+_AMONG_ALL: Mapping[str, str] = {
+    "objective-mismatch": "The ranks do not compute the same loss",
+    **{kind: _SENTENCES[kind][2] for kind in ("batch-size-mismatch", "replica-drift", "initial-weights-mismatch",
+                                              "config-mismatch")},
+}  # fmt: skip
+"""What is said where all ranks are named: there are no others that theirs could be unlike."""
 _BEFORE = {
     "data-order-mismatch": ("deals rows in another order than the rest", "The ranks' samplers do not fit together"),
     "duplicate-data": ("will work on rows of others", "Several ranks will work on the same rows"),
@@ -147,6 +153,8 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         return f"{who} {one}" if who and group.ranks_total < 2 else said
     elif group.kind == "outlier-rank" and everybody:  # there are no others
         return "The two ranks disagree" if who.startswith("Both") else f"{who} disagree"
+    elif everybody and group.kind in _AMONG_ALL:
+        return _AMONG_ALL[group.kind]
     elif who and one:
         return f"{who} {many if group.total > 1 else one}"
     return f"{said} ({who[0].lower()}{who[1:]})" if who else said

@@ -5,7 +5,7 @@
     claim.release()
     text = run_text(config, framework="DeepSpeed", ranks=4, training=facts, observed={"replicas": True})
     FactsSink(directory).write(record)                     # what becomes known later
-    write_end(directory, step=40, error=None)
+    write_end(directory, end_of(step=40, error=None))
     is_gone(facts["process"])                              # whether the process that has written it is no more
 
 A directory is used when one of its files of lines holds a byte. While a process writes, it holds a lock on
@@ -236,10 +236,16 @@ def versions_of(framework: str) -> dict[str, str]:
     return {"python": platform.python_version(), **known}
 
 
-def write_end(directory: Path, step: int, error: BaseException | None) -> None:
+def end_of(step: int, error: BaseException | None) -> dict[str, Any]:
+    """Return ``ended`` of ``run.json``: when the observation ends, and by what."""
+    wanted = not isinstance(error, Exception) or isinstance(error, StopIteration)  # an interrupt; the data are over
+    broke = None if wanted else type(error).__name__
+    return {"at": _now(), "step": step, "error": broke}
+
+
+def write_end(directory: Path, ended: Mapping[str, Any]) -> None:
     """Say in ``run.json`` that the observation has ended, and by what; a run that was killed says nothing."""
-    broke = type(error).__name__ if isinstance(error, Exception) else None  # an interrupt is somebody's wish
-    _add(directory / "run.json", "ended", {"at": _now(), "step": step, "error": broke})
+    _add(directory / "run.json", "ended", ended)
 
 
 def is_gone(process: Any) -> bool | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import socket
 import threading
 import time
@@ -26,6 +28,7 @@ def authenticator(server: Any, session: Any, envelope: Any, mechanism: str, data
 
 
 def test_a_mail_arrives() -> None:
+    drawn = random.getstate()
     with mail_server() as server:
         to = f"smtp://127.0.0.1:{server.port}/a@example.org,b@example.org?from=training@example.org"
         alerts = Alerts([AlertConfig(to=to)], lambda: "runs/my-run")  # type: ignore[arg-type]
@@ -35,8 +38,10 @@ def test_a_mail_arrives() -> None:
         assert time.monotonic() - began < 2.0
         alerts.close()
         [(_, envelope)] = server.taken
+    assert random.getstate() == drawn  # the script's numbers are its own
     assert (envelope.mail_from, envelope.rcpt_tos) == ("training@example.org", ["a@example.org", "b@example.org"])
     content = envelope.content.decode()
+    assert re.search(r"^Message-ID: <[0-9a-f]{32}@example\.org>\s*$", content, re.MULTILINE)
     assert "Subject: [ds_silent] ERROR: duplicate-data at step 12, ranks 0, 3" in content
     assert "What to do: Give each rank its own sampler." in content
 

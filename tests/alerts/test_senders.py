@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import socket
 import threading
 import time
@@ -116,12 +117,14 @@ def test_a_slow_server_is_waited_for_and_a_user_is_sent_as_a_header() -> None:
 
 def test_repeated_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(sink, "PAUSE", 0.01)
+    drawn = random.getstate()
     with http_server(status(500), closes, status(429, Retry_After="0.3"), FINE) as server:
         alerts = alerts_to(f"{server.address}/{SECRET}")
         with caplog.at_level(logging.DEBUG):
             alerts.write_event(event(12))
             server.wait(4)
             alerts.close()
+    assert random.getstate() == drawn  # the script's numbers are its own
     assert len(server.bodies) == 4
     assert server.times[3] - server.times[2] >= 0.3
     assert "not sent" not in caplog.text

@@ -27,6 +27,23 @@ def test_non_finite_names_the_layer_and_spreads_without_a_second_event() -> None
     assert run.judge.step(everywhere, NOTHING) == []
 
 
+def test_what_is_not_finite_is_told_in_the_right_number() -> None:
+    for losses, ranks, message in (
+        ((math.nan, 1.0), 2, "The loss of rank 0 is not finite."),
+        ((math.nan, math.nan), 2, "The loss of both ranks is not finite."),
+        ((math.nan,) * 3, 3, "The loss of all 3 ranks is not finite."),
+    ):
+        run = Run(ranks)
+        record = run.record()
+        [event] = run.judge.step(replace(record, loss=replace(record.loss, per_rank=losses)), NOTHING)
+        assert event.message.startswith(f"{message} The aggregated gradient is finite")
+    run = Run(2)
+    record = run.record()
+    record = replace(record, loss=replace(record.loss, per_rank=(math.nan, 1.0)))
+    [event] = run.judge.step(record, Evidence(non_finite={0: "model.layers.3"}))
+    assert event.message.startswith("The loss and gradient of rank 0 are not finite, first in model.layers.3. ")
+
+
 def test_an_aggregate_that_is_not_finite_is_seen() -> None:
     run = Run()
     record = run.record()

@@ -9,6 +9,7 @@ from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, in_word
 AGREE = {"cosine": 0.11, "peers_cosine": 0.10}
 APART = {"cosine": 0.01, "peers_cosine": 0.10, "cosine_noise": 0.02}
 FAINT = {"cosine": -0.063, "peers_cosine": 0.042, "cosine_noise": 0.04}  # noise makes such cosines
+TURNED = {**APART, "past_cosine": 0.1, "past_peers_cosine": 0.1}  # later: it was like the others before
 LOST = {"cosine": 0.01, "peers_cosine": 0.3}
 TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
 
@@ -29,8 +30,18 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 1.0, "norm": 1.5, **AGREE}, "gradient-scaled"),
         ({"loss": 1.0, "norm": 0.3, **AGREE}, "clipped-before-reduction"),
         ({"loss": 1.0, "norm": 1000.0, **AGREE}, "gradient-scaled"),
-        ({"loss": 1.0, "norm": 1.0, **APART}, "corrupted-gradient"),
-        ({"loss": 1.0, "norm": 1.4, **APART}, "corrupted-gradient"),
+        ({"loss": 1.0, "norm": 1.0, **TURNED}, "corrupted-gradient"),
+        ({"loss": 1.0, "norm": 1.4, **TURNED}, "corrupted-gradient"),
+        # from the first step on: an untrained model has the same loss on wrong labels
+        ({"loss": 1.0, "norm": 0.87, **APART, "loss_noise": 0.005, "norm_noise": 0.02}, "other-data"),
+        # a loss that is a little higher, too: what changes a gradient behind it would leave it as it is
+        ({"loss": 1.06, "norm": 1.0, **TURNED, "loss_noise": 0.02}, "other-data"),
+        ({"loss": 1.03, "norm": 1.0, **TURNED, "loss_noise": 0.02}, "corrupted-gradient"),
+        ({"loss": 0.94, "norm": 1.0, **TURNED, "loss_noise": 0.02}, "corrupted-gradient"),
+        # no factor makes the loss larger and its gradient smaller
+        ({"loss": 1.04, "norm": 0.887, **LOST, "loss_noise": 0.005, "norm_noise": 0.02}, "other-data"),
+        ({"loss": 0.96, "norm": 1.13, **LOST, "loss_noise": 0.005, "norm_noise": 0.02}, "easier-data"),
+        ({"loss": 0.95, "norm": 2.0, **AGREE, "loss_noise": 0.005, "norm_noise": 0.02}, "gradient-counted"),
         ({"loss": 1.0, "norm": 1.0, "cosine": -0.1, "peers_cosine": 0.1, "cosine_noise": 0.02}, "sign"),
         ({"loss": 1.6, "norm": 1.7, **APART}, "other-data"),
         ({"loss": 1.6, "norm": 1.0, **AGREE}, "other-data"),

@@ -43,6 +43,21 @@ def test_records_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     assert [record["samples"] for record in records] == [2 * ROWS * step for step in range(1, 8)]
 
 
+def records_of(directory: str, state: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    kept = steps_of(directory, 3, state, first=4)
+    return list(read_metrics(Path(directory, "metrics.jsonl"))) if dist.get_rank() == 0 else [], kept["counted"]
+
+
+def test_rows_of_all_ranks_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    of_two = run_distributed(steps_of, 2, (str(tmp_path), 4))[0]
+    (records, of_three), *_ = run_distributed(records_of, 3, (str(tmp_path), of_two))
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7]
+    expected = [2 * ROWS * step for step in range(1, 5)] + [2 * ROWS * 4 + 3 * ROWS * step for step in range(1, 4)]
+    assert [record["samples"] for record in records] == expected
+    [(back, _), *_] = run_distributed(records_of, 2, (str(tmp_path / "back"), {"counted": of_three}))
+    assert [record["samples"] for record in back] == [expected[-1] + 2 * ROWS * step for step in range(1, 4)]
+
+
 def uneven(directory: str) -> tuple[int, list[dict[str, Any]]]:
     """Rank 1 has three batches more than rank 0."""
     model, optimizer = build(DDPCase())

@@ -102,8 +102,10 @@ def test_permutations_of_ones_own_say_what_is_missed() -> None:
 
 
 def test_the_short_table_has_a_row_per_group() -> None:
-    items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * 3)
-    assert table(outcome_of(items, hashes)).row_count == 1
+    for ranks, title in ((3, "ds_silent preflight: 3 ranks"), (1, "ds_silent preflight: 1 rank")):
+        items, hashes, _ = items_and_hashes(*[[item_of(f"w{i}", "weights", "x") for i in range(300)]] * ranks)
+        drawn = table(outcome_of(items, hashes))
+        assert (drawn.title, drawn.row_count) == (title, 1)
 
 
 def test_values_that_look_alike_are_told_apart() -> None:

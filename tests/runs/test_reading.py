@@ -201,6 +201,25 @@ def test_two_ranks_have_no_others(tmp_path: Path) -> None:
     assert verdict_of(run).sentence == "The two ranks disagree, since step 21 (found at step 30)."
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("objective-mismatch", "The ranks do not compute the same loss"),
+        ("batch-size-mismatch", "The ranks take different numbers of rows"),
+        ("replica-drift", "The replicas hold different weights"),
+        ("config-mismatch", "The ranks run with different settings"),
+        ("duplicate-data", "{all} work on the same rows"),
+    ],
+)
+def test_where_all_ranks_are_named_there_is_no_rest(kind: str, sentence: str, tmp_path: Path) -> None:
+    for ranks, everybody in (((0, 1), "Both ranks"), ((0, 1, 2), "All 3 ranks")):
+        events = (event(12, kind, ranks=ranks),)
+        run = read_run(write(tmp_path / str(len(ranks)), 1, events, world_size=len(ranks)))
+        assert verdict_of(run).sentence == f"{sentence.format(all=everybody)}, since step 12."
+    run = read_run(write(tmp_path / "of four", 1, (event(12, "objective-mismatch", ranks=(0, 1)),)))
+    assert verdict_of(run).sentence == "Ranks 0, 1 have another loss than the rest, since step 12."
+
+
 def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     note = event(1, severity="info", ranks=(3,), message="Rank 3's data are of another kind since step 1.")
     verdict = verdict_of(read_run(write(tmp_path, 1, (note,))))

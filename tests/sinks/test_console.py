@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,7 +183,9 @@ def ended(summary: RunSummary, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "my run").mkdir(parents=True)
     summary = RunSummary()
     summary.directory = "runs/my run"
     for step in range(1, 1201):
@@ -223,6 +226,31 @@ def test_the_last_line_of_a_healthy_run_says_what_was_not_checked(
     summary.write(full_record(1, integrity=integrity))
     line = f"[ds_silent engine-2] end  1 step measured; no events; verdict: {verdict} No records were written"
     assert ended(summary, capsys) == [line]
+
+
+def test_the_last_line_of_a_training_that_broke_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = RunSummary()
+    summary.ended = {"at": "2026-01-01T00:00:00+00:00", "step": 8, "error": "RuntimeError"}
+    summary.write(full_record(8))
+    broke_off = "The training ended with RuntimeError after step 8"
+    healthy = (
+        f"[ds_silent] end  1 step measured; no events; verdict: {broke_off}; until then no fault was seen. No records"
+    )
+    assert ended(summary, capsys) == [f"{healthy} were written"]
+    summary.write(full_record(9))
+    summary.write_event(event(9, ranks=(1,)))
+    assert f"1 error; verdict: Rank 1 works on rows of others, since step 9. {broke_off}." in ended(summary, capsys)[0]
+
+
+def test_the_last_line_does_not_send_anybody_to_records_that_are_gone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    summary = RunSummary()
+    summary.directory = str(tmp_path / "deleted")
+    summary.write(full_record(8))
+    [line] = ended(summary, capsys)
+    gone = f"The records are gone: {tmp_path}/deleted was deleted or moved while the training ran"
+    assert line == f"[ds_silent] end  1 step measured; no events; verdict: no fault was seen. {gone}"
 
 
 def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:

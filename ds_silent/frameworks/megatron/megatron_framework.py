@@ -358,11 +358,10 @@ def _micro_batches() -> int:
 def taken_by_script() -> dict[str, int] | None:
     """Return steps and rows of a checkpoint that ``megatron.training`` goes on with, where it runs the loop.
 
-    Read are ``iteration``, ``data_parallel_size`` and ``consumed_train_samples`` of ``_GLOBAL_ARGS`` (0.15 and 0.16).
+    Read are ``iteration`` and ``consumed_train_samples`` of ``_GLOBAL_ARGS`` (0.15 and 0.16).
     """
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     taken = getattr(arguments, "iteration", None)
     if not isinstance(taken, int) or taken <= 0:
         return None
-    ranks = max(getattr(arguments, "data_parallel_size", None) or 1, 1)
-    return {"step": taken + 1, "rows": (getattr(arguments, "consumed_train_samples", None) or 0) // ranks}
+    return {"step": taken + 1, "samples": getattr(arguments, "consumed_train_samples", None) or 0}

@@ -1,0 +1,76 @@
+"""What a run prints last, where another rank is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_silent
+from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
+from tests.support.ddp_training import DDPCase, build
+from tests.support.distributed import run_distributed
+
+
+def lose_a_rank(directory: str, closes: bool) -> None:
+    """Keep what rank 0 prints; ``closes``: as a script's ``finally`` does, which hands on no error."""
+    model, optimizer = build(DDPCase())
+    generator, printed = torch.Generator().manual_seed(dist.get_rank()), io.StringIO()
+    config = {"output_dir": directory, "tensorboard": False}
+    with contextlib.redirect_stdout(printed), contextlib.suppress(RuntimeError), contextlib.ExitStack() as stack:
+        if closes:
+            observer = ds_silent.attach(model, config, optimizer=optimizer)
+            assert observer is not None
+            stack.callback(observer.close)
+        else:
+            stack.enter_context(ds_silent.observe(model, optimizer, config=config))
+        for step in range(9):
+            if step == 4 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    Path(directory, "printed").write_text(printed.getvalue())
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_last_line_says_that_the_training_broke_off(closes: bool, tmp_path: Path) -> None:
+    run_distributed(lose_a_rank, 2, (str(tmp_path), closes), may_die=(0, 1))  # rank 0, in the barrier behind it
+    line = (tmp_path / "printed").read_text().splitlines()[-1]
+    begin, _, end = line.partition("; no events; verdict: ")
+    assert begin in {f"[ds_silent] end  {steps} steps measured" for steps in (3, 4)}
+    assert end.startswith("The training ended with RuntimeError after step 4; until then no fault was seen"), end
+
+
+def closes_in_a_handler(directory: str) -> list[str | None]:
+    """How a training has ended that is begun where an exception is handled, or only closed there."""
+    found = []
+    for number, (error, begins) in enumerate([(ImportError, True), (ValueError, False), (StopIteration, False)]):
+        output = Path(directory, str(number))
+        model, optimizer = build(DDPCase())
+        attach = partial(
+            ds_silent.attach, model, {"output_dir": str(output), "tensorboard": False}, optimizer=optimizer
+        )
+        observer = None if begins else attach()
+        try:
+            raise error
+        except error:
+            observer = observer or attach()
+            assert observer is not None
+            model(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), False).backward()
+            optimizer.step()
+            observer.close()
+        found.append(json.loads((output / "run.json").read_text())["ended"]["error"] if dist.get_rank() == 0 else None)
+    return found
+
+
+def test_an_exception_that_was_there_before_the_training_has_not_ended_it(tmp_path: Path) -> None:
+    assert run_distributed(closes_in_a_handler, 2, (str(tmp_path),))[0] == [None, "ValueError", None]
