@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ds_silent.framework import StepCounts
 from tests.frameworks.test_oracle import check, chunks, run_cases
 from tests.support.distributed import run_distributed
 from tests.support.megatron_training import MegatronCase, train_megatron
@@ -38,3 +41,14 @@ COVERING = (
 @pytest.mark.parametrize("cases", chunks(COVERING, 5), ids=lambda cases: f"{len(cases)}-cases")
 def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[MegatronCase, ...], tmp_path: Path) -> None:
     check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_megatron), timeout=280))
+
+
+def test_the_loop_of_megatron_has_counted_the_rows_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_silent.frameworks.megatron.megatron_framework import taken_by_script
+
+    arguments = SimpleNamespace(iteration=7, consumed_train_samples=90, data_parallel_size=4)  # it began with 3
+    script = SimpleNamespace(_GLOBAL_ARGS=arguments)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", script)  # type: ignore[arg-type]
+    counts = StepCounts(data_ranks=4)
+    counts.load_state_dict(taken_by_script())
+    assert (counts.step, counts.samples) == (8, 90)

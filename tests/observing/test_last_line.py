@@ -7,8 +7,10 @@ import io
 import json
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +76,25 @@ def closes_in_a_handler(directory: str) -> list[str | None]:
 
 def test_an_exception_that_was_there_before_the_training_has_not_ended_it(tmp_path: Path) -> None:
     assert run_distributed(closes_in_a_handler, 2, (str(tmp_path),))[0] == [None, "ValueError", None]
+
+
+def last_step_is_lost(directory: str) -> str | None:
+    """How a training has ended whose last step nobody could collect, closed where no exception is handled."""
+    model, optimizer = build(DDPCase())
+    observer: Any = ds_silent.attach(model, {"output_dir": directory, "tensorboard": False}, optimizer=optimizer)
+    model(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), False).backward()
+    optimizer.step()
+    exchange = observer._steps._exchange
+    under_way = list(exchange.under_way())
+
+    def lost() -> Iterator[Any]:
+        yield from under_way
+        raise ConnectionError("Connection closed by peer")
+
+    exchange.under_way = lost
+    observer.close()
+    return json.loads(Path(directory, "run.json").read_text())["ended"]["error"] if dist.get_rank() == 0 else None
+
+
+def test_a_collective_that_breaks_at_the_end_is_what_has_ended_the_training(tmp_path: Path) -> None:
+    assert run_distributed(last_step_is_lost, 2, (str(tmp_path),))[0] == "ConnectionError"
