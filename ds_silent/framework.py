@@ -113,7 +113,8 @@ class StepCounts:
 
     def take(self, rows: int, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
         """Count a step of that many rows of each rank, taken or left out."""
-        self.taken, self.rows, self.last_rows = self.taken + 1, self.rows + rows * self.data_ranks, rows
+        self.taken, self.rows = self.taken + 1, self.rows + rows * self.data_ranks
+        self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
         self.skipped, self.left_out, self.partly = skipped, left_out, partly
 
     def state_dict(self) -> dict[str, int]:

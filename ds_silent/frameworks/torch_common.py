@@ -16,13 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.extras import is_first, print_without_traceback
-from ds_silent.framework import Framework
+from ds_silent.framework import Framework, Moments, Promise
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.sketch import offsets_of
 from ds_silent.observing import start
 from ds_silent.observing.observe import Given, Subject, given_block, idle_observer, observe, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
+from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import Training
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
@@ -163,6 +164,26 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
         )
 
 
+def follow_accelerate(patches: Patches, moments: Moments) -> None:
+    """Follow losses that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
+
+    def handed(accelerator: Any, loss: Any) -> None:
+        steps = int(accelerator.gradient_accumulation_steps)
+        moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
+
+    def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+        moments.guard.local(handed, accelerator, loss)
+        return original(accelerator, loss, **kwargs)
+
+    if hasattr(sys.modules.get("accelerate"), "Accelerator"):
+        patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", backward)
+
+
+def parameters_of_optimizer(optimizer: Any) -> set[int]:
+    """Return the ids of what it steps."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def parameter_facts(module: nn.Module, numel_of: Callable[[Tensor], int] = Tensor.numel) -> dict[str, Any]:
     """Return what all ranks must have alike, by the names that a person would look for; JSON values."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -202,7 +223,10 @@ def _first_long(values: Tensor) -> tuple[int, int]:
 
 
 def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] = ()) -> list[Slice]:
-    """Cut all parameters, one after the other: elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
+    """Cut all parameters, one after the other: about elements ``rank * D / ranks`` to ``(rank + 1) * D / ranks``.
+
+    Two neighbours share a parameter, if it has several rows: a script that scales some parameters, such as those of
+    one of two optimizers, never scales just one rank's share.
 
     Args:
         numels: elements of each parameter.
@@ -210,16 +234,21 @@ def nth_share(numels: Sequence[int], rank: int, ranks: int, rows: Sequence[int] 
         rows: elements of a row of each, which is never divided; by default one.
     """
     offsets, total = offsets_of(list(numels))
-    begin, end = rank * total // ranks, (rank + 1) * total // ranks
+    bounds = rank * total // ranks, (rank + 1) * total // ranks
     slices = []
     for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         row = max(rows[index], 1) if rows else 1
-        low, high = (
-            numel if bound >= offset + numel else max(bound - offset, 0) // row * row for bound in (begin, end)
-        )
+        low, high = (_inside(bound - offset, numel, row) if bound > 0 else 0 for bound in bounds)
         if low < high:
             slices.append(Slice(index, low, high - low))
     return slices
+
+
+def _inside(place: int, numel: int, row: int) -> int:
+    """Return where to cut a parameter, between two of its rows where it has several."""
+    if not 0 <= place < numel:
+        return min(max(place, 0), numel)
+    return max(place // row, numel > row) * row
 
 
 def cut(values: Tensor | None, piece: Slice) -> Tensor | None:

@@ -4,7 +4,7 @@ class MyFramework(TorchFramework):       # an adapter: see DDPFramework and FSDP
     ...
 
 No object of such a loop knows what an optimizer step is, so the steps are counted here: a step begins to end when the
-first optimizer is about to step, and ends when all have stepped or the next training forward comes.
+first optimizer is about to step, and ends when all have stepped or the next training forward or backward comes.
 
 * **backward**: ``torch.autograd.backward``, which ``Tensor.backward`` looks up at each call. The outermost call begins
   and ends a micro-batch: a reentrant checkpoint's calls lie inside, and what overlaps with a backward is done when it
@@ -23,7 +23,6 @@ first optimizer is about to step, and ends when all have stepped or the next tra
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -38,9 +37,17 @@ from ds_silent.capture.loss_origin import Made, comes_of, made_by
 from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
-from ds_silent.framework import Framework, Moments, Part, Promise, StepCounts
+from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
-from ds_silent.frameworks.torch_common import AppliedGradients, Slice, cut, nth_share, row_of
+from ds_silent.frameworks.torch_common import (
+    AppliedGradients,
+    Slice,
+    cut,
+    follow_accelerate,
+    nth_share,
+    parameters_of_optimizer,
+    row_of,
+)
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.text import shown
@@ -70,7 +77,10 @@ class TorchLoop:
         reduces_in_backward: bool = True,
     ):
         self._module, self._optimizers, self._counts, self._patches = module, optimizers, counts, patches
-        self._parameters: set[int] = set()  # ids
+        self._parameters: list[Any] = []
+        self._ids: set[int] = set()  # of the parameters
+        self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
+        self._came: set[int] = set()  # places of those whose gradients have come in this step
         self._hooked: list[Any] = []  # optimizers
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
         self._rows = self._rows_behind = 0  # of the current step; those whose backward has come, or never will
@@ -81,6 +91,7 @@ class TorchLoop:
         self._forward_loss: Made | None = None  # of the newest forward, if any
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
         self._stepped: set[int] | None = None  # optimizers, while a step ends
+        self._missing: set[int] = set()  # those that had not stepped when the last one ended
         self._inside: dict[int, int] = {}  # how deep in its step each is: torch hooks a subclass's and its parent's
         self._accumulated = self._reduced = False  # a backward has come since the last step; it was reduced
         self._uncleared = False  # gradients still hold what the last step applied
@@ -99,7 +110,7 @@ class TorchLoop:
             patches.hook(parameter.register_hook, partial(gradient, index))
         for optimizer in self._optimizers:
             self._hook(optimizer)
-        self._parameters = {id(parameter) for parameter in parameters}
+        self._parameters, self._ids = list(parameters), set(map(id, parameters))
         patches.add(register_optimizer_step_pre_hook(self._stepping))
         patches.wrap_method(nn.Module, "zero_grad", self._module_clearing)
         patches.wrap(torch.autograd, "backward", self._backward)
@@ -136,6 +147,8 @@ class TorchLoop:
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._depth == 0:
+            if self._stepped:  # one optimizer has stepped, and this backward is the next one's
+                self._ended()
             self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
             self._moments.pre_backward(tensors)
         self._depth += 1
@@ -147,6 +160,7 @@ class TorchLoop:
                 self._backward_ended()
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
+        self._came.add(index)
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
             loss = self._root if self._unscaled is None else self._unscaled
@@ -157,6 +171,8 @@ class TorchLoop:
     def _backward_ended(self) -> None:
         self._root = self._unscaled = None
         if self._open:
+            still = (place for place, parameter in enumerate(self._parameters) if not parameter.requires_grad)
+            self.frozen = frozenset(still) - self._came
             self._moments.post_backward()
             boundary, self._open = self._boundary, False
             self._accumulated, self._rows_behind = True, self._rows
@@ -189,7 +205,7 @@ class TorchLoop:
 
     def _take(self, optimizer: Any) -> None:
         """Let it take the place of those that hold no other parameter of the model."""
-        others = self._parameters - parameters_of_optimizer(optimizer)
+        others = self._ids - parameters_of_optimizer(optimizer)
         stay = [one for one in self._optimizers if not others.isdisjoint(parameters_of_optimizer(one))]
         self._optimizers[:] = [*stay, optimizer]
         if any(optimizer is one for one in self._hooked):
@@ -206,7 +222,7 @@ class TorchLoop:
             )
 
     def _steps_ours(self, optimizer: Any) -> bool:
-        return not self._parameters.isdisjoint(parameters_of_optimizer(optimizer))
+        return not self._ids.isdisjoint(parameters_of_optimizer(optimizer))
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
@@ -214,6 +230,8 @@ class TorchLoop:
         return None if depth > 1 else behind_closure(partial(self._applies, optimizer, args, kwargs), args, kwargs)
 
     def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepped is None and not self._accumulated and id(optimizer) in self._missing:
+            return  # it goes with the step that has ended
         self._begin_to_end()
         self._moments.pre_optimizer_step(optimizer, args, kwargs)
 
@@ -228,11 +246,8 @@ class TorchLoop:
         self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 1) - 1
         if self._stepped is not None and depth <= 0:
             self._stepped.add(id(optimizer))
-            if self._all_stepped():
+            if self._stepped.issuperset(map(id, self._optimizers)):
                 self._ended()
-
-    def _all_stepped(self) -> bool:
-        return self._stepped is not None and self._stepped.issuperset(map(id, self._optimizers))
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Follow ``zero_grad`` of our module or of one around it."""
@@ -251,15 +266,18 @@ class TorchLoop:
 
     def _drop(self) -> None:
         self._accumulated = self._reduced = False
+        self._came.clear()
         self._rows, self._rows_behind = self._rows - self._rows_behind, 0
         self._moments.on_gradient_dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """End the step, if one was ending."""
         if self._stepped is not None:
-            partly, self._stepped = bool(self._stepped) and not self._all_stepped(), None
+            missing = {id(optimizer) for optimizer in self._optimizers} - self._stepped
+            partly, self._missing, self._stepped = bool(self._stepped and missing), missing, None
             self._counts.take(self._rows, skipped, left_out, partly)
             self._rows = self._rows_behind = 0
+            self._came.clear()
             self._moments.post_step()
 
     # -- a loss scale --------------------------------------------------------------------------------------------
@@ -286,29 +304,9 @@ class TorchLoop:
         return result
 
 
-def parameters_of_optimizer(optimizer: Any) -> set[int]:
-    """Return the ids of what it steps."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def rows_in(args: Any, kwargs: Any) -> int:
     """Count the rows of a micro-batch."""
     return rows_of(batch_tensors(args, kwargs)[0])
-
-
-def follow_accelerate(patches: Patches, moments: Moments) -> None:
-    """Follow losses that accelerate divides; by 1 where a script or a Trainer accumulates itself (1.0 to 1.15)."""
-
-    def handed(accelerator: Any, loss: Any) -> None:
-        steps = int(accelerator.gradient_accumulation_steps)
-        moments.on_loss_handed(loss, Promise("accelerator.backward", steps) if steps > 1 else None)
-
-    def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
-        moments.guard.local(handed, accelerator, loss)
-        return original(accelerator, loss, **kwargs)
-
-    if hasattr(sys.modules.get("accelerate"), "Accelerator"):
-        patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", backward)
 
 
 class TorchFramework(Framework):
@@ -374,7 +372,7 @@ class TorchFramework(Framework):
         return self.loop.is_boundary()
 
     def accumulated(self, index: int) -> Tensor | None:
-        return self.parameters[index].grad
+        return None if index in self.loop.frozen else self.parameters[index].grad
 
     def reduced(self, index: int) -> Tensor | None:
         return self.parameters[index].grad
@@ -382,7 +380,8 @@ class TorchFramework(Framework):
     def aggregated(self) -> Iterator[Part] | None:
         if self._share is None:
             return None
-        held = ((piece, self.values(self.parameters[piece.index].grad, piece)) for piece in self._share)
+        moving = (piece for piece in self._share if piece.index not in self.loop.frozen)
+        held = ((piece, self.values(self.parameters[piece.index].grad, piece)) for piece in moving)
         return ((piece.index, piece.start, values) for piece, values in held if values is not None)
 
     def applied(self, optimizer: Any) -> Iterator[Part]:

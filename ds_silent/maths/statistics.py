@@ -177,9 +177,10 @@ def noise_scale(mean_squared: float, squared_mean: float, ranks: int, batch: flo
 
     Returns:
         An estimate with the noise of a single step; negative where |G|^2 is estimated negative, that is, where the
-        signal is below its own sampling error. None with one rank (B = b: nothing to compare).
+        signal is below its own sampling error. None with one rank (B = b: nothing to compare), or where the
+        samples are not known (b = 0).
     """
-    if ranks < 2:
+    if ranks < 2 or batch <= 0.0:
         return None
     total = ranks * batch
     signal = (total * squared_mean - batch * mean_squared) / (total - batch)

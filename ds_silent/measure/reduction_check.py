@@ -139,14 +139,16 @@ class ReductionChecker:
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
             return None, None
-        if gathered.leftover and bool((gathered.applied.seen == PARTLY).all()):
-            return None, None  # an optimizer that did not step accumulates on
         terms, squared = self._terms(gathered)
         spread = 1.0
         if self._arithmetic.reductions > 1 and squared > 0.0:
             spread = float(gathered.local.micro_squared.sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
-        return check, self._cause(gathered, terms, check, spread) if check.wrong else None
+        cause = self._cause(gathered, terms, check, spread) if check.wrong else None
+        partly = bool((gathered.applied.seen == PARTLY).all())
+        if check.wrong and partly and (cause is None or cause.kind in ("leftover", "stale", "noise")):
+            return None, None  # what an optimizer that did not step holds may be of before
+        return check, cause
 
     def _terms(self, gathered: Gathered) -> tuple[Terms, float]:
         """Return them, and the ranks' mean squared norm."""
@@ -337,11 +339,13 @@ def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[flo
     """
     seen = gathered.reduced
     moved = seen.handed_seen > 0
+    if bool((gathered.applied.seen == PARTLY).all()):
+        return None  # each of several optimizers has its own step, and its own clipping
     known = settings.layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
     if not known or not bool(moved.any()):
         return None
     factors = torch.where(moved & (seen.squared > 0.0), seen.handed_factor, torch.ones_like(seen.handed_factor))
-    if moved.all():  # an empty share goes with the others
+    if bool((seen.squared > 0.0).any()):  # an empty share goes with the others
         factors = torch.where(seen.squared > 0.0, factors, factors[seen.squared > 0.0].median())
     squares = torch.where(moved, seen.handed_squared, seen.squared)
     if not bool(torch.isfinite(torch.stack((factors, squares))).all()) or not bool((squares > 0.0).any()):

@@ -31,6 +31,7 @@ CASES = {
     "ddp, static graph": LightningCase(options={"static_graph": True}),
     "ddp, unused allowed, steps by hand": LightningCase(manual=True, options={"find_unused_parameters": True}),
     "ddp, views, steps by hand": LightningCase(manual=True, options={"gradient_as_bucket_view": True}),
+    "ddp, two optimizers": LightningCase(adversaries=True, options={"find_unused_parameters": True}),
     "fsdp2": LightningCase(strategy="fsdp2", accumulation=2),
     "deepspeed, the ds_config's block": LightningCase(strategy="deepspeed", block="ds_config"),
     "deepspeed, accumulation": LightningCase(strategy="deepspeed", stage=2, accumulation=2),
