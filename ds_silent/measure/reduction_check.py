@@ -145,8 +145,7 @@ class ReductionChecker:
             spread = float(gathered.local.micro_squared.sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
         cause = self._cause(gathered, terms, check, spread) if check.wrong else None
-        partly = bool((gathered.applied.seen == PARTLY).all())
-        if check.wrong and partly and (cause is None or cause.kind in ("leftover", "stale", "noise")):
+        if check.wrong and applied_partly(gathered) and (cause is None or cause.kind in ("leftover", "stale", "noise")):
             return None, None  # what an optimizer that did not step holds may be of before
         return check, cause
 
@@ -287,7 +286,7 @@ class AppliedChecker:
         if not bool((seen > 0).any()) and not self._applied_before:
             return None  # its calls were never seen: not observed
         self._applied_before |= bool((seen > 0).any())
-        if bool((seen == LEFT_OUT).all()) or bool((seen == PARTLY).all()):
+        if bool((seen == LEFT_OUT).all()) or applied_partly(gathered):
             return None  # the scripts of all ranks wanted that, of all of the gradient or of some
         stepped = seen == 1.0
         expected = self._factor(past, past.scale)
@@ -332,6 +331,11 @@ class AppliedChecker:
             self._past = _Past(gathered.step, gathered.aggregate, norm, scale, known, changed)
 
 
+def applied_partly(gathered: Gathered) -> bool:
+    """Tell whether not all optimizers took the step before, on any rank: the others' gradients may be of before."""
+    return bool((gathered.applied.seen == PARTLY).all())
+
+
 def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
     """Return by which factor each rank's script has changed the gradient before the step; None where they are alike.
 
@@ -339,7 +343,7 @@ def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[flo
     """
     seen = gathered.reduced
     moved = seen.handed_seen > 0
-    if bool((gathered.applied.seen == PARTLY).all()):
+    if applied_partly(gathered):
         return None  # each of several optimizers has its own step, and its own clipping
     known = settings.layout.size > 0 and on_all(seen.seen) and bool((seen.handed_seen >= 0).all())
     if not known or not bool(moved.any()):

@@ -24,7 +24,7 @@ from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Evidence, ResponseLog
 from ds_silent.measure.record import Context, measure, without_overflow
-from ds_silent.measure.reduction_check import ReductionChecker
+from ds_silent.measure.reduction_check import ReductionChecker, applied_partly
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import Event, Repair, Severity, StepRecord, declared
 from ds_silent.replicas.compare import Drift
@@ -148,6 +148,8 @@ class _Judgement:
         coverage, evidence = row_evidence(gathered, self._tracker, context)
         stats, reduction = self.checker.step(gathered, drift, log)
         record = replace(record, coverage=coverage, integrity=stats, data=self._tracker.deal.newest)
+        if stats.relative_error is None and applied_partly(gathered):
+            record = replace(record, grad_norm=replace(record.grad_norm, aggregated=None))
         if not self._alike:  # it compares gradients of one rank's rows with those of all
             record = replace(record, noise_scale=None)
         if context.trace is not None:

@@ -73,10 +73,14 @@ class Model(lightning.LightningModule):
 
 
 class Adversaries(Model):
-    """One training step takes a step of each of two optimizers; the first one's gradient is clipped."""
+    """One training step takes a step of each of two optimizers; the first one's gradient is clipped.
 
-    def __init__(self) -> None:
+    ``freezes``: what is not the optimizer's own needs no gradient meanwhile.
+    """
+
+    def __init__(self, freezes: bool) -> None:
         super().__init__(manual=True)
+        self.freezes = freezes
         self.judge = nn.Sequential(nn.Linear(1, 16), nn.GELU(), nn.Linear(16, 1))
 
     def training_step(self, batch: list[Tensor], index: int) -> None:
@@ -87,21 +91,24 @@ class Adversaries(Model):
         def of_made() -> Tensor:
             return nn.functional.mse_loss(out, targets) - 0.1 * self.judge(out).mean()
 
-        self.take_step(made, self.net, of_made, clip=0.1)
-        self.take_step(judged, self.judge, lambda: (self.judge(out.detach()).mean() - 1.0).square(), clip=None)
+        self.take_step(made, of_made, clip=0.1)
+        self.take_step(judged, lambda: (self.judge(out.detach()).mean() - 1.0).square(), clip=None)
 
-    def take_step(self, optimizer: Any, part: nn.Module, loss_of: Callable[[], Tensor], clip: float | None) -> None:
-        self.toggle_optimizer(optimizer)
+    def take_step(self, optimizer: Any, loss_of: Callable[[], Tensor], clip: float | None) -> None:
+        if self.freezes:
+            self.toggle_optimizer(optimizer)
         loss = loss_of()
         self.losses.append(float(loss.detach()))
-        grads = torch.autograd.grad(loss, list(part.parameters()), retain_graph=True)
-        self.norms.append(float(sum(g.double().square().sum() for g in grads).sqrt()))
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        self.norms.append(float(sum(g.double().square().sum() for g in grads if g is not None).sqrt()))
         optimizer.zero_grad()
         self.manual_backward(loss)
         if clip is not None:
             self.clip_gradients(optimizer, clip, "norm")
         optimizer.step()
-        self.untoggle_optimizer(optimizer)
+        if self.freezes:
+            self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.judge)]
@@ -132,7 +139,7 @@ class LightningCase:
     strategy: str = "ddp"  # or "deepspeed", "fsdp2"
     stage: int = 1
     manual: bool = False
-    adversaries: bool = False
+    adversaries: str = ""  # or "frozen", "free"
     block: str = "callback"  # or "ds_config", "environment"
     epochs: int = 1
     steps: int = -1
@@ -236,7 +243,9 @@ def train(
     if keep:
         callbacks += [ModelCheckpoint(dirpath=directory / "kept", filename="end", save_on_train_epoch_end=True)]
     trainer = trainer_of(case, directory, callbacks, block if observed and case.block == "ds_config" else None)
-    model = Adversaries() if case.adversaries else Model(case.manual, case.strategy == "fsdp2")
+    model = (
+        Adversaries(case.adversaries == "frozen") if case.adversaries else Model(case.manual, case.strategy == "fsdp2")
+    )
     trainer.fit(model, DataLoader(data(), batch_size=BATCH, shuffle=True), ckpt_path=checkpoint)
     os.environ.pop(BLOCK_FILE, None)
     for callback in trainer.callbacks:
