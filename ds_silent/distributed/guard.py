@@ -27,6 +27,8 @@ Only :class:`Exception` is caught: a KeyboardInterrupt or SystemExit goes its wa
 from __future__ import annotations
 
 import logging
+import os
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -112,7 +114,10 @@ class CollectiveGuard:
             if isinstance(error, Unobservable):
                 logger.warning("ds_silent: %s", error)
                 return
-            logger.warning("ds_silent: internal error on rank %d: %s: %s", dist.get_rank(), type(error).__name__, error)
+            raised = traceback.extract_tb(error.__traceback__)[-1:]
+            where = "".join(f" ({os.path.basename(one.filename)}, line {one.lineno}: {one.line})" for one in raised)
+            rank, kind = dist.get_rank(), type(error).__name__
+            logger.warning("ds_silent: internal error on rank %d: %s: %s%s", rank, kind, error, where)
 
     def local(self, function: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result | None:
         """Run what touches only this rank. Return None where it raises, and without a call ever after."""

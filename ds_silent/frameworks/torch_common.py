@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
+from ds_silent.distributed.communicator import own_group
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework, Moments, Promise
 from ds_silent.kernels.checksums import Items, Replica
@@ -76,7 +77,7 @@ def attach_wrapped(
                 **wrapped.facts(),
             },
             refuse=partial(refuse_unsupported, wrapped),
-            framework=lambda own: wrapped.framework(optimizers, own, rows, accumulation),
+            framework=lambda own: wrapped.framework(optimizers, own, _most(rows, wrapped), accumulation),
             training=lambda: Training(
                 wrapped.words.framework,
                 wrapped.module,
@@ -88,6 +89,13 @@ def attach_wrapped(
             loader=loader,
         )
         return observe(subject, block, refusal)
+
+
+def _most(rows: int, wrapped: Wrapped) -> int:
+    """Return the largest number of the ranks: one may have another loader than the others, or none. A collective."""
+    most = torch.tensor([rows], dtype=torch.int32, device=next(wrapped.module.parameters()).device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=own_group(wrapped.group()))
+    return int(most)
 
 
 def idle_or_refused(training: Any, config: Given, sentence: str, plain: bool = True) -> Observer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import logging
 import sys
+import sys
 from typing import Any
 
 import pytest
@@ -47,11 +48,13 @@ def test_an_act_that_breaks_is_played_again_without_repeating_what_all_ranks_mad
 def test_the_first_error_alone_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     guard = CollectiveGuard()
     with caplog.at_level(logging.WARNING, "ds_silent"):
+        line = sys._getframe().f_lineno + 1
         assert guard.local(lambda: 1 / 0) is None
         assert guard.local(lambda: 1) is None
         guard.cleanup(lambda: [][1])
     assert [r.message for r in caplog.records] == [
-        "ds_silent: internal error on rank 3: ZeroDivisionError: division by zero"
+        "ds_silent: internal error on rank 3: ZeroDivisionError: division by zero "
+        f"(test_guard.py, line {line}: assert guard.local(lambda: 1 / 0) is None)"
     ]
 
 
