@@ -177,13 +177,14 @@ class Weigher:
     def __init__(self, ranks: int, words: Words, sizes: EffectsConfig):
         self.recent = Recent(ranks)
         self._ranks, self._words, self._sizes = ranks, words, sizes
-        self._highest: Array = np.full((2, ranks), -np.inf)  # losses: so far, and up to some steps ago
+        self._highest: Array = np.full((3, ranks), -np.inf)  # losses: so far, before the newest look, and before that
+        self._looked = 0  # step of the newest look
         self._first: Array = np.zeros((2, ranks))  # sum of each rank's first losses, and how many
 
     def remember_losses(self, step: int, loss: Array, healthy: Flags) -> None:
         """Follow the highest losses so far, and each rank's first ones."""
         if step % HIGHEST_EVERY == 0:
-            self._highest[1] = self._highest[0]
+            self._highest[1:], self._looked = self._highest[:2], step
         known = healthy & np.isfinite(loss)
         early = np.isfinite(loss) & (self._first[1] < FIRST)
         self._first[:, early] += np.array([loss, np.ones(self._ranks)])[:, early]
@@ -258,7 +259,8 @@ class Weigher:
         others = [other for other in np.flatnonzero(comparable).tolist() if other != rank] or others
         highest = self._highest[0, list(others)].max(initial=-np.inf)
         if own_past:
-            highest = max(highest, self._highest[1, rank])
+            before = 1 if since >= self._looked else 2  # its fault's own losses are none of its past
+            highest = max(highest, self._highest[before, rank])
         now = self.recent.loss(rank, since)
         above = now / highest if now is not None and 0.0 < highest < math.inf else None
         with np.errstate(all="ignore"):
@@ -271,10 +273,11 @@ class Weigher:
         return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, norm_beyond)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"highest": listed(self._highest), "first": self._first.tolist(), "recent": self.recent.state_dict()}
+        highest = {"highest": listed(self._highest), "looked": self._looked}
+        return {**highest, "first": self._first.tolist(), "recent": self.recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._first = np.array(state["first"], dtype=np.float64)
-        self._highest = unlisted(state["highest"])
+        self._highest, self._looked = unlisted(state["highest"]), int(state["looked"])
         self.recent.load_state_dict(state["recent"])

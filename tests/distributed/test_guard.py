@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import logging
 import sys
-import sys
 from typing import Any
 
 import pytest
