@@ -156,7 +156,7 @@ class AutoAttach:
             from ds_silent.frameworks.fsdp2 import reshard
 
             reshard(module)
-        own = _trainable(module)
+        own = set(map(id, module.parameters()))  # some of which may be frozen for one optimizer's turn
         alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
         return module, [optimizer for optimizer in alive if _steps(optimizer, own)]
 

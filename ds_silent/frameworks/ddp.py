@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.framework import Moments, Setting
-from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
+from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, needing_gradient
 from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.observing.observe import Given
@@ -106,19 +106,15 @@ def reduced_parameters(ddp: Any) -> set[int] | None:
 
 
 def _accumulated_elsewhere(parameter: Any) -> bool:
-    needed = parameter.requires_grad
     if (
         not parameter.is_leaf
         or parameter.is_inference()
         or not (parameter.is_floating_point() or parameter.is_complex())
     ):
         return False
-    parameter.requires_grad_(True)
-    try:
+    with needing_gradient(parameter):
         _accumulator(parameter).metadata[_MARK] = True
         return _accumulator(parameter).metadata.pop(_MARK, False) is True
-    finally:
-        parameter.requires_grad_(needed)
 
 
 def _accumulator(parameter: Any) -> Any:
@@ -143,7 +139,7 @@ class DDPFramework(TorchFramework):
         named = [
             (name, p)
             for name, p in ddp.module.named_parameters()
-            if p.requires_grad and name not in ignored and (self._reduced is None or id(p) in self._reduced)
+            if name not in ignored and (p.requires_grad if self._reduced is None else id(p) in self._reduced)
         ]
         checks = keeps_the_mean(ddp)
         if not checks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.extras import is_first, print_without_traceback
@@ -185,6 +187,22 @@ def follow_accelerate(patches: Patches, moments: Moments) -> None:
 
     if hasattr(sys.modules.get("accelerate"), "Accelerator"):
         patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", backward)
+
+
+def rows_in(args: Any, kwargs: Any) -> int:
+    """Count the rows of a micro-batch."""
+    return rows_of(batch_tensors(args, kwargs)[0])
+
+
+@contextmanager
+def needing_gradient(parameter: Any) -> Iterator[None]:
+    """Let a parameter need a gradient meanwhile, as torch wants for hooks."""
+    needed = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(needed)
 
 
 def parameters_of_optimizer(optimizer: Any) -> set[int]:

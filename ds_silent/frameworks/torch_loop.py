@@ -34,7 +34,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
-from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
 from ds_silent.framework import Framework, Moments, Part, StepCounts
@@ -44,9 +43,11 @@ from ds_silent.frameworks.torch_common import (
     Slice,
     cut,
     follow_accelerate,
+    needing_gradient,
     nth_share,
     parameters_of_optimizer,
     row_of,
+    rows_in,
 )
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches, behind_closure
@@ -107,7 +108,8 @@ class TorchLoop:
         patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(parameters):
-            patches.hook(parameter.register_hook, partial(gradient, index))
+            with needing_gradient(parameter):  # another of several optimizers may have its turn
+                patches.hook(parameter.register_hook, partial(gradient, index))
         for optimizer in self._optimizers:
             self._hook(optimizer)
         self._parameters, self._ids = list(parameters), set(map(id, parameters))
@@ -198,10 +200,12 @@ class TorchLoop:
 
         One that steps inside another is that one's affair (``ZeroRedundancyOptimizer``).
         """
-        if torch.compiler.is_compiling() or any(self._inside.values()) or not self._steps_ours(optimizer):
-            return
-        if not any(optimizer is own for own in self._optimizers):
+        known = any(optimizer is own for own in self._optimizers)
+        if not (known or torch.compiler.is_compiling() or any(self._inside.values())) and self._steps_ours(optimizer):
             self._moments.guard.local(self._take, optimizer)
+
+    def _steps_ours(self, optimizer: Any) -> bool:
+        return not self._ids.isdisjoint(parameters_of_optimizer(optimizer))
 
     def _take(self, optimizer: Any) -> None:
         """Let it take the place of those that hold no other parameter of the model."""
@@ -211,18 +215,15 @@ class TorchLoop:
         if any(optimizer is one for one in self._hooked):
             return
         self._hook(optimizer)
-        if self._stepped is None and not self._accumulated:
-            self._inside[id(optimizer)] = 1  # the step has ended without it: it takes part from the next one on
+        if self._stepped is None and not self._accumulated:  # the step has ended without it
+            self._inside[id(optimizer)] = 1
         if is_first():
             logger.warning(
                 "ds_silent: %s, which the observer was not given, steps this model: its steps are observed from step "
                 "%d on, but not what its class and its schedule promise; make optimizers first, and give all to attach",
                 shown(type(optimizer).__name__),
-                self._counts.step + 1,
+                self._counts.step,
             )
-
-    def _steps_ours(self, optimizer: Any) -> bool:
-        return not self._ids.isdisjoint(parameters_of_optimizer(optimizer))
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
@@ -290,7 +291,7 @@ class TorchLoop:
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """torch does not count what this writes as a change of the gradients (2.13)."""
-        if self._steps_ours(optimizer):
+        if any(optimizer is own for own in self._optimizers) or self._steps_ours(optimizer):
             self._moments.on_aggregate_written()
         return original(scaler, optimizer)
 
@@ -302,11 +303,6 @@ class TorchLoop:
             self._begin_to_end()
             self._ended(skipped=True)
         return result
-
-
-def rows_in(args: Any, kwargs: Any) -> int:
-    """Count the rows of a micro-batch."""
-    return rows_of(batch_tensors(args, kwargs)[0])
 
 
 class TorchFramework(Framework):

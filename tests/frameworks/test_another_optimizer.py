@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import ds_silent
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.frameworks.auto_attach import AutoAttach
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
@@ -175,3 +177,42 @@ def test_one_optimizer_that_misses_a_step_on_one_rank_is_told(tmp_path: Path) ->
     first = next(event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info")
     assert (first["kind"], first["step"], first["ranks"]) == ("aggregation-error", CHANGES, [1])
     assert "did not step, although others' did" in first["message"]
+
+
+def freeze_in_turns(automatic: bool, directory: Path) -> None:
+    """Each of two optimizers has its turn, in which the other one's parameters need no gradient; from the start on."""
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    block = SilentConsistencyConfig(output_dir=str(directory), tensorboard=False)
+    watch = AutoAttach(block) if automatic else None
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    parts = [module[0], module[2]]
+    optimizers = [AdamW(part.parameters(), lr=0.01) for part in parts]
+    parts[1].requires_grad_(False)
+    if not automatic:
+        ds_silent.attach(model, block, optimizer=optimizers)
+    torch.manual_seed(100 + dist.get_rank())
+    for _ in range(STEPS):
+        for turn, optimizer in enumerate(optimizers):
+            for part, own in zip(parts, (turn == 0, turn == 1), strict=True):
+                part.requires_grad_(own)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            nn.utils.clip_grad_norm_(parts[turn].parameters(), 0.1)
+            optimizer.step()
+    observer = ds_silent.observer_of(model)
+    assert observer is not None
+    observer.close()
+    if watch is not None:
+        watch.undo()
+
+
+@pytest.mark.parametrize("automatic", [False, True], ids=["attach", "by itself"])
+def test_what_is_frozen_when_the_observer_comes_is_observed_in_its_turn(automatic: bool, tmp_path: Path) -> None:
+    run_distributed(freeze_in_turns, 2, (automatic, tmp_path))
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, 2 * STEPS + 1))
+    assert [event["message"] for event in read_events(tmp_path / "events.jsonl")] == []
+    for record in records:
+        assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
+        assert record["grad_norm"]["aggregated"] <= record["grad_norm"]["mean"]

@@ -28,8 +28,7 @@ from ds_silent.framework import Framework, Moments, Part, Promise
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
 from ds_silent.frameworks.megatron.peers import MegatronPeers
-from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
-from ds_silent.frameworks.torch_loop import rows_in
+from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, rows_in
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.observing.observe import Given, given_block
