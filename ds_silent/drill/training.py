@@ -139,8 +139,8 @@ class Hooks:
     def damage_repairs(self) -> None:
         """Change what a repair's collectives bring.
 
-        Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce``, which nobody else does
-        during a step (up to 64 ranks).
+        Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce`` of floating numbers, which
+        nobody else does during a step (up to 64 ranks).
         """
         if self.injection.repair is not None:
             self.patches.wrap(dist, "broadcast", self._restore)
@@ -167,7 +167,7 @@ class Hooks:
 
     def _average(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(tensor, *args, **kwargs)
-        if not self.repairing() or not kwargs.get("async_op"):
+        if not (self.repairing() and kwargs.get("async_op") and tensor.is_floating_point()):
             return result
         return _Arriving(result, partial(self._arrived, tensor))
 
