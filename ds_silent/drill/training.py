@@ -139,8 +139,8 @@ class Hooks:
     def damage_repairs(self) -> None:
         """Change what a repair's collectives bring.
 
-        Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce`` of floating numbers, which
-        nobody else does during a step (up to 64 ranks).
+        Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce`` of floating numbers,
+        which nobody else does during a step (up to 64 ranks).
         """
         if self.injection.repair is not None:
             self.patches.wrap(dist, "broadcast", self._restore)
