@@ -223,7 +223,13 @@ def _is_by_items(weights: LabelWeights, ranks: int) -> bool:
 
 
 def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:
-    """Tell whether the script's own numbers are those that the multiple is made of."""
+    """Tell whether the script's own numbers are those that the multiple is made of.
+
+    A sum over all ranks' labels shows by itself that their number divides it, and that the ranks do once more: each
+    label counts alike, and all together count 1/N.
+    """
+    if weights.reductions == {SUM} and not weights.by_items and (multiple.micro_batches, multiple.ranks) == (0, -1):
+        return ranks > 2 and float(weights.largest.max()) <= float(weights.smallest.min()) * (1.0 + NEAR)
     if not _is_mean(weights):
         return False
     constants, times = weights.constants, abs(weights.constants.times)

@@ -115,7 +115,11 @@ BROKEN = {
     "items of labels that are maximised": (weights(-0.9482, **ITEMS | {"times": -3.0}), "divided as for 309 labels"),
     "bf16": (weights(0.2505, promise=ENGINE, wrapper=0.25), "0.2505 times"),
 }
+SUMMED: dict[str, Any] = {"reductions": frozenset({SUM})}
 SILENT = {
+    "a sum by each rank's own labels, and by the ranks": weights(
+        1 / 3, (), **SUMMED, smallest=np.array([0.001, 0.002, 0.003]), largest=np.array([0.001, 0.002, 0.003])
+    ),
     "a mean": weights(),
     "a mean of the engine": weights(1.0, (), promise=ENGINE, wrapper=0.25),
     "a hyper-parameter": weights(0.5, times=0.5, promise=ENGINE),
@@ -182,6 +186,10 @@ NOTED = {
     "multiplied by the ranks": (weights(3.0, times=3.0), "multiplied by the 3 ranks"),
     "added up and maximised": (weights(-4.0, (), times=-1.0), "added up and not divided"),
     "both at once": (weights(1 / 12, (4.0, 4.0, 3.0)), "twice, and they are divided by the 3 ranks"),
+    "a sum by all labels, and by the ranks": (
+        weights([0.2, 0.5, 0.3], (), **SUMMED, smallest=np.full(3, 0.001), largest=np.full(3, 0.001)),
+        "divided by the 3 ranks",
+    ),
     "by the ranks, beside a promise of another": (weights(1 / 3, (3.0,), promise=ENGINE, wrapper=0.25), "3 ranks"),
 }
 
