@@ -48,7 +48,7 @@ class _Crowd:
         assert len({(kind, tensor.shape, tensor.dtype) for kind, tensor in said}) == 1, said
         return [tensor for _, tensor in said]
 
-    def all_reduce(self, tensor: Tensor, op: Any, group: Any) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any, group: Any, async_op: bool = False) -> _Done:
         said = self._all(f"all-reduce {op}", tensor)
         assert tensor.dtype in (torch.int32, torch.float32, torch.bfloat16)
         if op == dist.ReduceOp.SUM:
@@ -57,12 +57,21 @@ class _Crowd:
             whole = torch.stack(said)
             tensor.copy_(whole.amax(0) if op == dist.ReduceOp.MAX else whole.amin(0))
         self.received[self._mine.part] += tensor.numel() * tensor.element_size()
+        return _Done()
 
-    def all_gather(self, everybody: list[Tensor], tensor: Tensor, group: Any) -> None:
+    def all_gather(self, everybody: list[Tensor], tensor: Tensor, group: Any, async_op: bool = False) -> _Done:
         for own, part in zip(self._all("all-gather", tensor), self._parts, strict=True):
             for rank in part:
                 everybody[rank].copy_(own)
         self.received[self._mine.part] += self.size * tensor.numel() * tensor.element_size()
+        return _Done()
+
+
+class _Done:
+    """Stand in for a collective that is over."""
+
+    def wait(self) -> None:
+        pass
 
 
 def act(parts: Sequence[Sequence[int]], function: Callable[[int], T]) -> tuple[list[T], list[int]]:
