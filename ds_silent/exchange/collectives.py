@@ -41,6 +41,13 @@ def same_on_all(mine: Tensor, group: dist.ProcessGroup, collective: CollectiveCa
     return (largest == ~smallest).view(mine.shape)
 
 
+def largest(mine: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the largest number of the ranks, of at most 31 bits. A collective that waits."""
+    most = torch.tensor([mine], dtype=torch.int32, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
+
+
 _KEPT = 8  # more than the collectives of a step; gloo has 2 threads per group
 _kept: deque[dist.Work] = deque()
 

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.frameworks.attach import attach, is_megatron
+from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
@@ -89,7 +90,7 @@ class AutoAttach:
         """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
-        for ddp in [ddp for ddp in self._uncalled if _steps(optimizer, _trainable(ddp))]:
+        for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
@@ -158,7 +159,7 @@ class AutoAttach:
             reshard(module)
         own = set(map(id, module.parameters()))  # some of which may be frozen for one optimizer's turn
         alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
-        return module, [optimizer for optimizer in alive if _steps(optimizer, own)]
+        return module, [optimizer for optimizer in alive if own & parameters_of_optimizer(optimizer)]
 
     def _begin(self, held: Any, optimizer: Any) -> None:
         observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
@@ -182,11 +183,6 @@ class AutoAttach:
 def _trainable(module: nn.Module) -> set[int]:
     """Return the ids of its parameters."""
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-
-
-def _steps(optimizer: Any, own: set[int]) -> bool:
-    """Tell whether it steps a parameter of those ids."""
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _anything_compiled() -> bool:

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
+from ds_silent.exchange.collectives import largest
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework, Moments, Promise
 from ds_silent.kernels.checksums import Items, Replica
@@ -95,9 +96,7 @@ def attach_wrapped(
 
 def _most(rows: int, wrapped: Wrapped) -> int:
     """Return the largest number of the ranks: one may have another loader than the others, or none. A collective."""
-    most = torch.tensor([rows], dtype=torch.int32, device=next(wrapped.module.parameters()).device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=own_group(wrapped.group()))
-    return int(most)
+    return largest(rows, own_group(wrapped.group()), next(wrapped.module.parameters()).device)
 
 
 def idle_or_refused(training: Any, config: Given, sentence: str, plain: bool = True) -> Observer | None:

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +23,7 @@ from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig, WriterError
 from ds_silent.distributed.agreement import Statement, Verdict, agree, flat
 from ds_silent.distributed.parts import ranks_of
+from ds_silent.exchange.collectives import largest
 from ds_silent.exchange.layout import layout_of
 from ds_silent.extras import VERSION, installed, missing_sentence
 from ds_silent.records import Event
@@ -203,9 +203,7 @@ def agree_on_layout(
 def first_step(capture: StepCapture) -> int:
     """The step of rank 0, whatever this rank counts. A collective."""
     mine = capture.step if dist.get_rank(capture.group) == 0 else 0
-    steps = torch.tensor([mine], dtype=torch.int32, device=capture.device)
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=capture.group)
-    return int(steps)
+    return largest(mine, capture.group, capture.device)
 
 
 def tells(error: BaseException, default: bool) -> bool:
