@@ -187,13 +187,14 @@ class ReducedGradient:
             return Applied()
         if not applied:
             return Applied(seen=LEFT_OUT if left_out else -1.0)
+        seen = PARTLY if partly else 1.0
         if self._unread and not self._void:
-            return Applied(PARTLY if partly else 1.0, 1.0, 0.0, torch.dot(self._sketch, self._sketch))
+            return Applied(seen, 1.0, 0.0, torch.dot(self._sketch, self._sketch))
         total = self._local.accumulator.take()[0].sum(0)
         if self._void:
             return Applied()
         factor, error = multiple_of(total, self._sketch)
-        return Applied(PARTLY if partly else 1.0, factor, torch.dot(error, error), torch.dot(total, total))
+        return Applied(seen, factor, torch.dot(error, error), torch.dot(total, total))
 
     def _read(self, parts: Iterable[Part]) -> Sketched:
         self._local.accumulator.add_all(parts, sketching=self._local.sketching)

@@ -173,8 +173,8 @@ class TorchLoop:
     def _backward_ended(self) -> None:
         self._root = self._unscaled = None
         if self._open:
-            still = (place for place, parameter in enumerate(self._parameters) if not parameter.requires_grad)
-            self.frozen = frozenset(still) - self._came
+            absent = set(range(len(self._parameters))) - self._came if len(self._came) < len(self._parameters) else ()
+            self.frozen = frozenset(place for place in absent if not self._parameters[place].requires_grad)
             self._moments.post_backward()
             boundary, self._open = self._boundary, False
             self._accumulated, self._rows_behind = True, self._rows
@@ -200,9 +200,13 @@ class TorchLoop:
 
         One that steps inside another is that one's affair (``ZeroRedundancyOptimizer``).
         """
-        known = any(optimizer is own for own in self._optimizers)
-        if not (known or torch.compiler.is_compiling() or any(self._inside.values())) and self._steps_ours(optimizer):
+        if torch.compiler.is_compiling() or any(self._inside.values()) or self._is_ours(optimizer):
+            return
+        if self._steps_ours(optimizer):
             self._moments.guard.local(self._take, optimizer)
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        return any(optimizer is own for own in self._optimizers)
 
     def _steps_ours(self, optimizer: Any) -> bool:
         return not self._ids.isdisjoint(parameters_of_optimizer(optimizer))
@@ -215,8 +219,7 @@ class TorchLoop:
         if any(optimizer is one for one in self._hooked):
             return
         self._hook(optimizer)
-        if self._stepped is None and not self._accumulated:  # the step has ended without it
-            self._inside[id(optimizer)] = 1
+        self._missing.add(id(optimizer))
         if is_first():
             logger.warning(
                 "ds_silent: %s, which the observer was not given, steps this model: its steps are observed from step "
@@ -291,15 +294,15 @@ class TorchLoop:
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """torch does not count what this writes as a change of the gradients (2.13)."""
-        if any(optimizer is own for own in self._optimizers) or self._steps_ours(optimizer):
+        if self._is_ours(optimizer) or self._steps_ours(optimizer):
             self._moments.on_aggregate_written()
         return original(scaler, optimizer)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._counts.step
         result = original(scaler, optimizer, *args, **kwargs)
-        ours = any(optimizer is own for own in self._optimizers)
-        if ours and self._accumulated and self._counts.step == before and self._stepped is None:
+        took_none = self._counts.step == before and self._stepped is None and self._accumulated
+        if took_none and self._is_ours(optimizer):
             self._begin_to_end()
             self._ended(skipped=True)
         return result
