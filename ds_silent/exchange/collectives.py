@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -50,6 +53,7 @@ def largest(mine: int, group: dist.ProcessGroup, device: torch.device) -> int:
 
 _KEPT = 8  # more than the collectives of a step; gloo has 2 threads per group
 _kept: deque[dist.Work] = deque()
+_GLOO_ENDS = 0.2  # seconds at the end of the process
 
 
 def kept(work: dist.Work) -> dist.Work:
@@ -64,6 +68,13 @@ def kept(work: dist.Work) -> dist.Work:
     if len(_kept) > _KEPT:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(_kept.popleft()))
     return work
+
+
+@cache
+def let_gloo_end_first() -> None:
+    """Let gloo's threads release the script's own last collectives before Python ends: theirs are not ours to keep."""
+    if sys.version_info < (3, 14):  # which ends no thread that waits for its lock
+        atexit.register(time.sleep, _GLOO_ENDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from ds_silent.config.block_file import load_ds_config, name_of
 from ds_silent.distributed.parts import listed
 from ds_silent.distributed.places import SHOWN_HOSTS, PlaceBoard, Places, read_groups
 from ds_silent.exchange import layout
+from ds_silent.exchange.collectives import let_gloo_end_first
 from ds_silent.extras import is_first, print_without_traceback
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import Hash
@@ -115,6 +116,8 @@ def observe(
     observer = Observer(capture, config, home, start.first_step(capture))
     if home.sinks is not None and places is not None:
         observer.place(places)
+    if capture.device.type == "cpu":
+        let_gloo_end_first()  # after the observer has closed: what is registered first is called last
     _keep(subject, observer)
     if home.sinks is not None:
         _announce(subject, config, capture, home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import weakref
 from typing import Any
@@ -26,3 +27,17 @@ def test_the_newest_live_as_long_as_the_process_and_older_ones_are_freed() -> No
     gc.collect()
     assert oldest() is None
     assert second() is not None
+
+
+def test_gloo_gets_its_time_once_and_after_the_observers_have_closed() -> None:
+    script = """
+import atexit, sys, time
+from ds_silent.exchange.collectives import let_gloo_end_first
+sys.version_info = (3, 13)
+time.sleep = lambda seconds: print("gloo has", seconds)
+for observer in (1, 2):
+    let_gloo_end_first()
+    atexit.register(print, "closed", observer)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["closed 2", "closed 1", "gloo has 0.2"]
