@@ -27,6 +27,7 @@ from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
+from ds_silent.detectors.label_rules import LabelRulesTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
 from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
@@ -86,6 +87,7 @@ class Judge:
             BatchSizeTest(words),
             SettingsDetector(),
             LabelWeightsTest(),
+            LabelRulesTest(),
             StaleParameters(alike),
             SameRows(),
             SampledRowsTest(steps),

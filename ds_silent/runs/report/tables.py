@@ -198,7 +198,8 @@ def _turned(run: RunRecords) -> str:
         return ""
     at = int(np.nanargmax(angles))
     error = f" (± {shown(errors[at])})" if errors[at] > 0.0 else ""
-    return f": each rank takes a mean of its own, which turns the gradient by up to {shown(angles[at])} degrees{error}"
+    turned = f"which turns the gradient by up to {shown(angles[at])} degrees{error}"
+    return f": ranks do not weigh their labels alike, {turned}"
 
 
 def _finite(values: Floats) -> Floats:

@@ -90,7 +90,7 @@ def test_the_objective_is_a_sentence(tmp_path: Path) -> None:
     assert objective_of(tmp_path / "even", even, even) == f"{mean} All labels of a step count alike."
     said = f"{mean} Within a step one label counts up to 1.8 times another."
     assert objective_of(tmp_path / "uneven", even, None, uneven) == said
-    turned = ": each rank takes a mean of its own, which turns the gradient by up to 2.5 degrees"
+    turned = ": ranks do not weigh their labels alike, which turns the gradient by up to 2.5 degrees"
     angles = [(*even, 0.0, 0.0), (*uneven, 2.5, 0.25), (*uneven, 1.0, 0.5), uneven]
     assert objective_of(tmp_path / "turned", *angles) == f"{said[:-1]}{turned} (± 0.25)."
     assert objective_of(tmp_path / "exactly", (*uneven, 2.5, 0.0)) == f"{said[:-1]}{turned}."
