@@ -129,10 +129,10 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     elif one_factor:
         multiplied, data = _of_one_factor(seen, (loss + norm) / 2, words), [_OTHER_DATA if loss > 0 else _EASIER]
         doubtful = seen.direction is None and loss > 0 and abs(loss) < math.log(LARGEST) and not _simple(seen)
-        if seen.direction == "off" or (doubtful and abs(loss) >= math.log(PLAIN)):
+        if seen.direction == "off" or doubtful:
             causes = [*data, *multiplied, *causes]
         else:
-            causes = [*multiplied, *causes, *(data if doubtful or abs(loss) < math.log(LARGE) else [])]
+            causes = [*multiplied, *causes, *(data if abs(loss) < math.log(LARGE) else [])]
     elif seen.direction == "off":
         higher = _off(seen.loss, seen.loss_noise, LEANING) > 0.0  # what is changed behind a loss leaves it as it is
         since_start = seen.past_cosine is None  # rows may be wrong from the first step on; hardware breaks later

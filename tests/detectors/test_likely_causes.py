@@ -10,6 +10,7 @@ AGREE = {"cosine": 0.11, "peers_cosine": 0.10}
 APART = {"cosine": 0.01, "peers_cosine": 0.10, "cosine_noise": 0.02}
 FAINT = {"cosine": -0.063, "peers_cosine": 0.042, "cosine_noise": 0.04}  # noise makes such cosines
 TURNED = {**APART, "past_cosine": 0.1, "past_peers_cosine": 0.1}  # later: it was like the others before
+SURELY = {"loss_noise": 0.005, "norm_noise": 0.005}
 LOST = {"cosine": 0.01, "peers_cosine": 0.3}
 TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
 
@@ -67,6 +68,14 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 4.5, "norm": 4.0, **FAINT, "loss_noise": 0.03, "norm_noise": 0.2, "ranks": 8}, "other-data"),
         ({"loss": 4.49, "norm": 1.66, **FAINT, "norm_noise": 0.3}, "other-data"),
         ({"loss": 1.45, "norm": 0.073, **APART, "norm_constant": True}, "clipped-before-reduction"),
+        # a little higher, the norm by as much, and noise in the direction: nobody multiplies a loss by 1.08
+        (
+            {"loss": 1.08, "norm": 1.05, "cosine": -0.014, "peers_cosine": 0.052, **SURELY, "cosine_noise": 0.04},
+            "other-data",
+        ),
+        ({"loss": 1.08, "norm": 1.05, **FAINT, **SURELY}, "other-data"),
+        ({"loss": 1.08, "norm": 1.05, **SURELY}, "other-data"),
+        ({"loss": 1.08, "norm": 1.08, **AGREE, **SURELY}, "loss-multiplied"),
         # the loss is multiplied: as far apart as the noise of one step makes them
         ({"loss": 193.0, "norm": 120.0, **LOST, "norm_noise": 0.33, "cosine_noise": 0.1}, "loss-multiplied"),
         ({"loss": 193.0, "norm": 120.0, **AGREE, "norm_noise": 0.33, "cosine_noise": 0.001}, "loss-multiplied"),
