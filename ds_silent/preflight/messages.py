@@ -108,7 +108,7 @@ def _shown(one: ItemOutcome, index: int) -> str:
     """The value of one part; "one value" where no text travelled, or two parts show the same beginning."""
     known = len(one.parts) == 1 or (len(one.texts) > 1 and index < len(one.texts))  # else there is this rank's own
     texts = short_numbers(own_parts(one.texts))
-    if not known or one.texts.count(one.texts[index]) > 1:
+    if not known or texts.count(texts[index]) > 1:
         return f"{texts[index] if known else ''} [value {index + 1}]".strip()
     return texts[index]
 
@@ -116,11 +116,20 @@ def _shown(one: ItemOutcome, index: int) -> str:
 def own_parts(texts: Sequence[str]) -> list[str]:
     """Of values that are lists, what not all of them hold; a part that was cut is none, where another is left."""
     if len(texts) < 2 or not any(JOINT in text for text in texts):
-        return list(texts)
+        return [_to_a_boundary(text) for text in texts]
     lists = [text.split(JOINT)[: -1 if len(text.encode()) >= TEXT_BYTES else None] for text in texts]
     common = set(lists[0]).intersection(*lists[1:])
     own = [[part for part in parts if part not in common] for parts in lists]
-    return [JOINT.join(parts) or "none of these" for parts in own] if any(own) else list(texts)
+    if not any(own):
+        return [_to_a_boundary(text) for text in texts]
+    return [JOINT.join(parts) or "none of these" for parts in own]
+
+
+def _to_a_boundary(text: str) -> str:
+    """Leave out the word in which a text was cut, and mark the cut."""
+    if len(text.encode()) < TEXT_BYTES:
+        return text
+    return f"{text.rpartition(' ')[0] or text} …"
 
 
 def verdict(one: ItemOutcome) -> str:

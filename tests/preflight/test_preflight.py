@@ -21,7 +21,7 @@ from rich.console import Console
 import ds_silent
 from ds_silent.frameworks.deepspeed.state import training_of
 from ds_silent.maths.fingerprint import hash_text, rng_hashes
-from ds_silent.preflight.comparison import compare
+from ds_silent.preflight.comparison import TEXT_BYTES, compare
 from ds_silent.preflight.inventory import (
     SamplerFacts,
     local_items,
@@ -115,6 +115,22 @@ def test_values_that_look_alike_are_told_apart() -> None:
     message = events_of(outcome_of(items, hashes, texts))[0].message
     assert "[value 1] on rank 0" in message
     assert "[value 2] on rank 1" in message
+
+
+def test_a_value_that_was_cut_ends_with_a_whole_word_and_a_mark() -> None:
+    def message(*shown: str) -> str:
+        items, hashes, texts = items_and_hashes(*[[item_of("loss", "objective", text)] for text in shown])
+        texts[0] = [text[:TEXT_BYTES] for text in texts[0]]
+        return events_of(outcome_of(items, hashes, texts))[0].message
+
+    chain = " > ".join(["MulBackward0"] * 10 + ["DivBackward0", "SumBackward0"])
+    cut = chain[:150]
+    assert (chain[150:160], len(chain)) == ("DivBackwar", 177)
+    assert message(chain, "NllLoss").startswith(f"loss differs between ranks: {cut}… on rank 0; NllLoss on rank 1.")
+    other = message(chain, chain.replace("Div", "Sub"))  # they differ in the word that is cut
+    assert f"{cut}… [value 1] on rank 0; {cut}… [value 2] on rank 1" in other
+    assert message("x" * 160, "y").startswith(f"loss differs between ranks: {'x' * 160} … on rank 0; y on rank 1")
+    assert message("x" * 159, "y").startswith(f"loss differs between ranks: {'x' * 159} on rank 0; y on rank 1")
 
 
 def test_the_worst_comes_first_and_faults_are_kept_apart() -> None:
