@@ -10,11 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.distributed.parts import listed
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import StepRecord
 from ds_silent.text import named
 
+SHOWN_LAYERS = 3
 _HABIT = 8  # measured steps
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
 
@@ -118,7 +122,7 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     cause = _unlabelled(ranks, extras)
     layers = [layer for rank in ranks if (layer := extras.zero_gradient.get(rank)) is not None]
     place = f", beginning with {layers[0]}" if layers else ""
-    message = f"The gradient of {named(ranks, record.world_size)} is exactly zero{place}{cause}."
+    message = f"The gradient of {named(ranks, record.world_size)} is exactly zero in all parameters{place}{cause}."
     remedy = (
         _LABELS
         if cause
@@ -153,7 +157,7 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     most = max(stale)
     message = (
         f"{named(missing).capitalize()} got no gradient for {most} trainable parameter{'s' if most > 1 else ''} that "
-        "other ranks do train."
+        f"other ranks do train{_whole_layers(missing, extras)}."
     )
     remedy = (
         "Compare requires_grad and the model's branches between the ranks; if the model skips layers on purpose "
@@ -161,6 +165,17 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
     )
     key, where, score = f"stale:{','.join(map(str, missing))}", "parameters", float(most)
     return [Finding(key, "zero-gradient", "warning", missing, where, score, 0.0, message, remedy, record.step)]
+
+
+def _whole_layers(ranks: tuple[int, ...], extras: Evidence) -> str:
+    """Name the layers in which these ranks got no gradient at all, and others did."""
+    layers = extras.layers
+    if layers is None:
+        return ""
+    none = np.isneginf(layers.log_norms)
+    missed = none[list(ranks)].all(axis=0) & ~none.all(axis=0)
+    names = [layers.names[layer] for layer in np.flatnonzero(missed)]
+    return f", among them all of {listed(names, SHOWN_LAYERS, 'layers')}" if names else ""
 
 
 def _not_finite(values: Sequence[float] | None) -> set[int]:

@@ -78,7 +78,8 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
                             "The ranks take different numbers of rows"),
     "non-finite": ("has NaN or infinity in its numbers", "have NaN or infinity in their numbers",
                    "There is NaN or infinity in the ranks' numbers"),
-    "zero-gradient": ("has a gradient of zero", "have a gradient of zero", "The gradient is zero"),
+    "zero-gradient": ("has a gradient of zero in all parameters", "have a gradient of zero in all parameters",
+                      "The gradient is zero in all parameters"),
     "unreduced-gradient": ("did not take part in the reduction", "did not take part in the reduction",
                            "Gradients were not reduced"),
     "aggregation-error": ("entered the reduction wrongly", "entered the reduction wrongly",
@@ -148,6 +149,9 @@ def _what(group: EventGroup, run: RunRecords) -> str:
     one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = "What the optimizer applied is not the reduced gradient"
+    elif group.kind == "zero-gradient" and group.where == "parameters":
+        one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
+        return f"{who} {many if group.total > 1 else one}"
     elif group.first == 0 and group.kind in _BEFORE and not everybody:
         one, said = _BEFORE[group.kind]
         return f"{who} {one}" if who and group.ranks_total < 2 else said

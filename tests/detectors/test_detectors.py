@@ -7,11 +7,12 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, duplicate_data
-from ds_silent.measure.evidence import Coverage, Evidence
+from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
 from ds_silent.records import Event, StepRecord
 from tests.support.made_records import NOTHING, Run, ids, kinds, make
 
@@ -65,7 +66,9 @@ def test_zero_gradient_and_why() -> None:
     record = run.record(scale=0.0)
     event = run.judge.step(record, Evidence(dealt="random", label_tokens=(9, 9, 0, 9)))[0]
     assert (event.kind, event.ranks, event.severity) == ("zero-gradient", (2,), "error")
-    assert "label token" in event.message
+    assert event.message == (
+        "The gradient of rank 2 is exactly zero in all parameters: none of its rows has a label token."
+    )
     event = Run().judge.step(record, Evidence(dealt="random", label_tokens=(9, 9, 9, 9)))[0]
     assert "label token" not in event.message
 
@@ -82,6 +85,22 @@ def test_stale_parameters_on_one_rank_are_told_once_and_conditional_models_are_l
     events = run.steps(1, ON_RANK_1)
     assert [e.severity for e in events] == ["info"]  # the first has ended
     assert run.steps(10, ON_RANK_2) == []
+
+
+def test_parameters_without_a_gradient_are_told_with_the_layers_that_got_none() -> None:
+    log_norms = np.zeros((4, 6))
+    log_norms[2, :5] = -np.inf
+    log_norms[:, 4] = -np.inf  # nobody trains it
+    layers = LayerValues(("embedding", "b.0", "b.1", "b.2", "frozen", "head"), log_norms, None)
+    [event] = Run().steps(8, replace(ON_RANK_2, layers=layers))
+    assert event.message == (
+        "Rank 2 got no gradient for 3 trainable parameters that other ranks do train, among them all of embedding, "
+        "b.0, b.1 and 1 more layers."
+    )
+    whole = replace(layers, log_norms=np.zeros((4, 6)))
+    for unknown in (whole, None):
+        [event] = Run().steps(8, replace(ON_RANK_2, layers=unknown))
+        assert event.message == "Rank 2 got no gradient for 3 trainable parameters that other ranks do train."
 
 
 @pytest.mark.parametrize("other", [ON_RANK_1, NOWHERE])

@@ -249,6 +249,21 @@ def test_every_kind_that_is_an_alarm_has_its_own_sentence(tmp_path: Path, kind: 
         assert "event of the kind" not in verdict_of(run).sentence
 
 
+@pytest.mark.parametrize(
+    ("ranks", "where", "said"),
+    [
+        ((2,), "gradient", "Rank 2 has a gradient of zero in all parameters"),
+        ((2,), "parameters", "Rank 2 gets no gradient for some parameters that other ranks train"),
+        ((1, 2), "parameters", "Ranks 1, 2 get no gradient for some parameters that other ranks train"),
+    ],
+)
+def test_a_gradient_of_zero_is_said_to_be_of_all_parameters_or_of_some(
+    ranks: tuple[int, ...], where: str, said: str, tmp_path: Path
+) -> None:
+    run = read_run(write(tmp_path, events=(event(10, "zero-gradient", ranks=ranks, where=where),)))
+    assert verdict_of(run).sentence == f"{said}, since step 10."
+
+
 @pytest.mark.parametrize("kind", sorted({*get_args(EventKind)} - NO_FAULT - {"observer-off", "repaired"}))
 def test_what_is_an_error_fails_a_check(tmp_path: Path, kind: str) -> None:
     """A headline of an error above eight green ticks is not believed."""
