@@ -8,7 +8,8 @@ A fault that comes and goes would fill the log. So each time it returns, it must
 count as ended.
 
 The guessed cause of a wrong reduction may change from step to step: while one rank's wrong gradient outweighs all
-others, it is also a factor of the whole. A guess that accuses no new rank continues the same event.
+others, it is also a factor of the whole. A guess that accuses no new rank continues the same event; where nobody was
+accused, one about the same layers does, as while a gradient that nobody clears adds up.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class Episodes:
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """Return the events of this step, given everything that is wrong at this step."""
         events = []
-        causes_first = sorted(findings, key=lambda finding: finding.kind != "config-mismatch")
+        effects = {effect for finding in findings for effect in finding.effects}
+        causes_first = sorted(findings, key=lambda one: (one.key in effects, one.kind != "config-mismatch"))
         present = {self._key(finding): finding for finding in causes_first}
         for key, finding in present.items():
             episode = self._active.get(key)
@@ -235,7 +237,8 @@ class Episodes:
             return finding.key
         for key, one in self._active.items():
             alike = (one.family, one.kind) == (finding.family, finding.kind)
-            if alike and one.ranks and set(finding.ranks) <= set(one.ranks):
+            accuses = set(finding.ranks) - set(one.ranks)
+            if alike and not accuses and (one.ranks or finding.where == one.where):
                 return key
         return finding.key
 

@@ -224,6 +224,8 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
+        counts = f"unlike:counters:{seen.idle}"  # a step that was skipped is not counted
+        findings[-1] = replace(findings[-1], effects=(*findings[-1].effects, counts))
     if seen.changed:
         if seen.unlike:
             known = [factor for factor in seen.factors if factor is not None]

@@ -11,9 +11,10 @@ import pytest
 from ds_silent.capture.untrained import Missed, Unlike, reported
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings, setting_findings
-from ds_silent.measure.evidence import Evidence
+from ds_silent.detectors.reduction_errors import reduction
+from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Severity, StepRecord
-from tests.support.made_records import Run
+from tests.support.made_records import Run, make
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
 
@@ -134,6 +135,35 @@ def test_a_skipped_update_and_the_drift_it_leaves_are_one_alarm_and_the_end_says
     assert end.remedy == drift.remedy
     later = [event for step in range(7, 300) for event in episodes.update(step, [drift])]
     assert {(e.severity, e.message.split(",")[0]) for e in later} == {("error", "Still")}  # its cause is over
+
+
+@pytest.mark.parametrize(("ranks", "severities"), [((2,), ["error", "info"]), ((1,), ["error", "error"])])
+def test_a_step_that_one_rank_did_not_take_and_its_count_of_steps_are_one_alarm(
+    ranks: tuple[int, ...], severities: list[str]
+) -> None:
+    """A rank that leaves one update out after a NaN had two errors, one by its optimizer's counter."""
+    applied = AppliedCheck(31, 1.0, (1.0, 1.0, None, 1.0), 1e-3, 0.0, 1e-3, (), (2,), None)
+    judged = reduction(make(32, *[[1.0] * 4] * 3), ReductionEvidence(applied=applied))
+    counts = Unlike(f"unlike:counters:{ranks}", ranks, "optimizer's step", "31 and 30.", "Step it everywhere.", 32)
+    events = Episodes().update(32, [*judged, *setting_findings((counts,))])
+    assert sorted(event.severity for event in events) == sorted(severities)
+    by_place = {event.where: event for event in events}
+    assert by_place["applied gradient"].severity == "error"
+    assert by_place["optimizer's step"].severity == severities[1]
+
+
+def test_a_gradient_that_nobody_clears_is_one_fault_however_its_sum_looks_later() -> None:
+    """Of the second step it looked like that of before, and later like something that is missing or counted twice."""
+    unheld = setting_findings(reported(Missed(unheld=("h.weight",)), 1))
+    left = replace(WRONG, key="integrity leftover h", ranks=(), where="h", since=2)
+    later = replace(left, key="integrity unexplained", since=4)
+    episodes = Episodes()
+    assert [event.severity for event in episodes.update(2, [*unheld, left])] == ["warning", "info"]
+    assert episodes.update(3, [*unheld, left]) == episodes.update(4, [*unheld, later]) == []
+    for other in (replace(later, where="all 5 layers"), replace(later, ranks=(1,))):
+        again = Episodes()
+        again.update(2, [*unheld, left])
+        assert [event.severity for event in again.update(4, [*unheld, other])][:1] == ["error"]
 
 
 def test_a_drift_that_began_before_is_not_its_effect() -> None:
