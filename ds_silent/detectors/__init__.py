@@ -26,6 +26,7 @@ from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_rules import LabelRulesTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
@@ -82,6 +83,7 @@ class Judge:
         self._detectors: tuple[Detector, ...] = (  # in order of severity of what they are about
             BrokenNumbers(),
             ReductionErrors(words),
+            HandedOnTest(),
             OwnWeightTest(seldom, words),
             ReplicaErrors(),
             BatchSizeTest(words),

@@ -109,6 +109,15 @@ class ResponseLog:
 
 
 @dataclass(frozen=True)
+class HandedOn:
+    """What the script has made of the aggregate before the step, on all ranks alike, without the loss scale."""
+
+    factor: float  # times the aggregate, which is the mean of the ranks' gradients
+    norm: float
+    scale: float
+
+
+@dataclass(frozen=True)
 class ReductionEvidence(ReductionCheck):
     """What the detectors see. None: not checked at this step, or it cannot be seen."""
 
@@ -119,6 +128,7 @@ class ReductionEvidence(ReductionCheck):
     repeated: bool | None = None  # whether the reduction was right when it was repeated; None: it was not
     micro_batches: MicroBatches | None = None  # of a step since which the check has failed
     result: str = "mean"  # what the aggregate should be, of the ranks' gradients
+    handed_on: HandedOn | None = None  # None also where the script leaves it as it is
     own: OwnWeights | None = None  # above the gather limit: what each rank has found of its weight in the aggregate
 
 

@@ -10,6 +10,7 @@ step that it belongs to.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from ds_silent.maths.rounding_bound import (
 )
 from ds_silent.measure.evidence import (
     AppliedCheck,
+    HandedOn,
     ReductionCheck,
     ReductionEvidence,
     ResponseLog,
@@ -116,6 +118,7 @@ class ReductionChecker:
             repeated=repeated,
             micro_batches=micro_batches,
             result=self._arithmetic.result(gathered.ranks),
+            handed_on=handed_on(gathered, self._settings),
             own=None if check is None or gathered.each is not None else self._own_weights(gathered),
         )
 
@@ -341,6 +344,25 @@ def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[flo
 
     Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
     """
+    factors = _factors_of_ranks(gathered, settings)
+    return None if factors is None or factors_alike(factors, factor_tolerance(settings.arithmetic)) else factors
+
+
+def handed_on(gathered: Gathered, settings: ReductionSettings) -> HandedOn | None:
+    """Return what all ranks' scripts have made of the mean; None where they leave it, or are not alike."""
+    arithmetic, seen = settings.arithmetic, gathered.reduced
+    factors = _factors_of_ranks(gathered, settings)
+    if factors is None or not factors_alike(factors, factor_tolerance(arithmetic)):
+        return None
+    if not arithmetic.handed_unscaled or arithmetic.result(gathered.ranks) != "mean":
+        return None
+    scale = float(gathered.loss.scale[0])
+    norm = torch.where(seen.handed_seen > 0, seen.handed_squared, seen.squared).sum().sqrt()
+    return HandedOn(statistics.median_low(factors) * scale, float(norm), scale)
+
+
+def _factors_of_ranks(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
+    """Return each rank's factor; None where no rank's script has changed the gradient, or by more than a factor."""
     seen = gathered.reduced
     moved = seen.handed_seen > 0
     if applied_partly(gathered):
@@ -357,5 +379,4 @@ def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[flo
     bound = applied_tolerance(gathered.aggregate, settings.arithmetic, settings.log_rate)
     if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
         return None
-    of_ranks = tuple(factors.tolist())
-    return None if factors_alike(of_ranks, factor_tolerance(settings.arithmetic)) else of_ranks
+    return tuple(factors.tolist())
