@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_silent.capture.crossing import Crossing
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
 from ds_silent.capture.loss_origin import Made, made_by
 from ds_silent.distributed.parts import Parts, parts_of
@@ -73,7 +74,7 @@ class LocalObjective:
     """
 
     def __init__(self) -> None:
-        self.reached = False
+        self.reached, self.crossing = False, Crossing()
         self.promise: Promise | None = None
         self.items: Any = None
         self._under_way: _Backward | None = None
@@ -110,6 +111,7 @@ class LocalObjective:
         self._settle()
         self.reached = own
         self._under_way = one = _Backward()
+        self.crossing.look(root)
         handed, self._handed = self._handed, None
         one.below, self._below = self._below, 1.0
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None

@@ -55,6 +55,7 @@ _MEANING = {
     ("gradient direction", 1): "a gradient that agrees with the others' mean more than {theirs}",
     ("gradient direction", -1): "a gradient that agrees with the others' mean less than {theirs}",
 }
+_OF_RANKS = ("outlier-rank:", "outlier-layer:")  # how the keys of such findings begin
 _SPREAD = "a {where} further from the others' than theirs are from each other, above or below (given its tokens)"
 _OTHERS = {"against": "the others", "theirs": "theirs do"}
 _OWN_PAST = {"against": "before", "theirs": "before"}
@@ -328,7 +329,12 @@ class RankComparison(Detector):
             self.scores = (*outlier.scores, *layers.scores)
             self.notes = tuple(self._new_notes(record.step, (*outlier.notes, *layers.notes)))
         untrained = {rank for finding in before if finding.key.startswith("stale:") for rank in finding.ranks}
-        return self._one_of_each(whole, single, untrained)
+        found = self._one_of_each(whole, single, untrained)
+        if evidence.crosses:  # one rank's fault is in the others' gradients, too
+            return [
+                one if one.severity == "info" else replace(one, effects=(*one.effects, *_OF_RANKS)) for one in found
+            ]
+        return found
 
     def _begin(self, ranks: int) -> tuple[OutlierTest, LayerTest]:
         self.outlier = OutlierTest(ranks, self._log_threshold, self._words, self._sizes)

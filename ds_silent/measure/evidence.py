@@ -220,6 +220,7 @@ class Evidence:
     label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it
     undivided: Promise | None = None  # of the mean, although each micro-batch's whole loss is added up
     beside: int = 0  # how often other terms count beside labels that num_items_in_batch divides; 0: not known, or none
+    crosses: bool = False  # a rank's gradient holds what the others' losses say of its rows
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known

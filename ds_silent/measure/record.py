@@ -54,6 +54,7 @@ class Context:
     trace: Callable[[Gathered, StepRecord, Context], Traced] | None = None  # makes what the step adds to a trace
     traces: bool = False  # it gets a line there
     rates: tuple[float | None, ...] = ()  # of each parameter group, in such a step
+    crosses: bool = False  # see Evidence
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         label_tokens=_label_tokens(gathered),
         label_weights=_label_weights(gathered, context),
         undivided=_undivided(gathered, context),
+        crosses=context.crosses,
         beside=context.beside if len(set(gathered.code.objective.tolist())) == 1 else 0,
         non_finite=non_finite,
         zero_gradient=zero,

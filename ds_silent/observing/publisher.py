@@ -107,6 +107,7 @@ class Publisher:
             None if self._tracer is None else self._tracer.step,
             capture.moments.plan.traces,
             () if capture.traced is None else capture.traced.rates,
+            objective.crossing.found,
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

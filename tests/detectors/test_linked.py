@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 from ds_silent.capture.untrained import Missed, Unlike, reported
+from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings, setting_findings
+from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.reduction_errors import reduction
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Severity, StepRecord
+from ds_silent.text import TORCH
 from tests.support.made_records import Run, make
 
 PREFLIGHT = Event(0, "config-mismatch", "error", (2,), "learning rate", None, None, "lr differs.", "Start alike.")
@@ -282,3 +285,20 @@ def test_a_note_about_a_rank_is_left_out_while_an_open_fault_explains_it() -> No
     for found, notes in (((), 1), ((rate,), 0), ((rate,), 0), ((), 1), ((other,), 1)):
         events = run.judge.step(run.record(), Evidence(unlike=found))
         assert [event.kind for event in events].count("outlier-rank") == notes
+
+
+@pytest.mark.parametrize(("crosses", "severities"), [(True, ["warning", "info"]), (False, ["warning", "warning"])])
+def test_where_ranks_train_on_each_others_rows_the_first_outlier_explains_the_next(
+    crosses: bool, severities: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A contrastive loss over all ranks: one rank's wrong labels changed the gradient of the rank that it blamed."""
+    first = replace(finding("outlier-rank", (2,), "scale", 1, "warning"), key="outlier-layer:2")
+    later = replace(finding("outlier-rank", (0,), "gradient direction", 17, "warning"), key="outlier-rank:0")
+    note = replace(later, key="outlier-rank:1", ranks=(1,), severity="info")
+    compared, episodes, made = RankComparison(16.0, TORCH, EffectsConfig()), Episodes(), Run(ranks=4)
+    events = []
+    for found in ([first], [first, later, note]):
+        monkeypatch.setattr(compared, "_one_of_each", lambda *_, found=found: found)
+        record = made.record()
+        events += episodes.update(record.step, compared.step(record, Evidence(crosses=crosses)))
+    assert [event.severity for event in events if event.ranks != (1,)] == severities
