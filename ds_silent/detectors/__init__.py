@@ -22,7 +22,7 @@ from typing import Any
 
 from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
-from ds_silent.detectors.batch_size import BatchSizeTest, LabelTokensTest
+from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
@@ -99,6 +99,7 @@ class Judge:
             SameOrderTest(seldom, words, repeats),
             RankComparison(half, words, effects or EffectsConfig(), alike),
             JumpTest(steps, rate),
+            FullLabelsTest(),
             LabelTokensTest(),  # behind the one that learns from steps without a finding: this is no fault by itself
         )
 

@@ -10,6 +10,11 @@ Label tokens differ on every rank at every step in health. A rank that has less 
 others' median at each of ``TOKEN_STEPS`` measured steps in a row is a note: where rows are dealt at random, chance does
 that to one of two ranks once in 2^20 steps at most, and with a shard of its own it may be meant. But a mean over a
 rank's own tokens makes each of them count more where there are fewer.
+
+A rank that has one and the same number of label tokens at ``FULL_STEPS`` measured steps in a row, while every other
+rank has fewer at each of them, and not always as many, trains what the others leave out: a mask that is missing. Of
+rows dealt at random chance makes one of two ranks the fuller one 32 times in a row once in 2^31 steps, so that is a
+warning. With a shard of its own the rank may hold rows without anything to leave out: a note.
 """
 
 from __future__ import annotations
@@ -23,12 +28,13 @@ import numpy as np
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import others
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import StepRecord
+from ds_silent.records import Severity, StepRecord
 from ds_silent.text import TORCH, Words, named
 
 STEPS = 4
 _ROOM = 1.5  # the number of different rows is an estimate
 TOKEN_STEPS, TOKEN_RATIO = 20, 2.0
+FULL_STEPS = 32
 
 
 class BatchSizeTest(Detector):
@@ -127,3 +133,48 @@ class LabelTokensTest(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = {int(rank): [float(value) for value in held] for rank, *held in state["steps"]}
+
+
+class FullLabelsTest(Detector):
+    """Count the steps in a row in which one rank had the same label tokens, and each other rank fewer."""
+
+    key = "full_labels"
+    stored = ("full", "rank", "steps", "since", "fewer", "changed")
+
+    def __init__(self) -> None:
+        self._full = self._rank = self._steps = self._since = 0  # its label tokens, who it is, since when
+        self._fewer = np.zeros(0)  # those of all ranks, at the step before
+        self._changed = np.zeros(0)  # by rank: whether they have been other ones
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        tokens = np.array(evidence.label_tokens or (), dtype=np.float64)
+        rows = set(evidence.rows_taken or ())
+        if len(tokens) < 2 or tokens.min() <= 0 or len(rows) > 1:
+            self._steps = 0
+            return []
+        rank = int(tokens.argmax())
+        if (tokens == tokens[rank]).sum() > 1:
+            self._steps = 0
+            return []
+        if not self._steps or (rank, int(tokens[rank])) != (self._rank, self._full) or len(tokens) != len(self._fewer):
+            self._rank, self._full, self._steps, self._since = rank, int(tokens[rank]), 0, record.step
+            self._fewer, self._changed = tokens, np.zeros(len(tokens))
+        self._steps += 1
+        self._changed = np.maximum(self._changed, tokens != self._fewer)
+        self._fewer = tokens
+        others_change = int(self._changed.sum()) == len(tokens) - 1
+        return [self._finding(evidence)] if self._steps >= FULL_STEPS and others_change else []
+
+    def _finding(self, evidence: Evidence) -> Finding:
+        rank = self._rank
+        message = (
+            f"Rank {rank} has had {self._full} label tokens at every measured step since step {self._since}, and every "
+            "other rank fewer at each of them, and not always as many: it leaves nothing out of its labels where the "
+            "others do."
+        )
+        remedy = "Look at the labels on this rank: the mask or the index that is ignored."
+        if evidence.dealt != "random":
+            remedy = f"If the rows of this rank have nothing to leave out, do nothing. {remedy}"
+        severity: Severity = "warning" if evidence.dealt == "random" else "info"
+        key, place = f"full-labels:{rank}", (rank,)
+        return Finding(key, "batch-size-mismatch", severity, place, "labels", None, None, message, remedy, self._since)

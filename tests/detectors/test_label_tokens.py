@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from ds_silent.detectors.batch_size import TOKEN_STEPS, LabelTokensTest
+from ds_silent.detectors.batch_size import FULL_STEPS, TOKEN_STEPS, FullLabelsTest, LabelTokensTest
+from ds_silent.detectors.lifecycle import Episodes
 from ds_silent.detectors.sequential import others
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import Event
-from tests.support.made_records import Run
+from ds_silent.records import Dealt, Event
+from tests.support.made_records import Run, make
 
 
 def run(tokens: list[list[int]]) -> list[Event]:
@@ -59,3 +60,55 @@ def test_medians_of_others_are_those_of_numpy() -> None:
         values = random.integers(1, 9, size).astype(np.float64)
         naive = [np.median(np.delete(values, rank)) for rank in range(size)]
         assert others(values[None])[0][0].tolist() == naive
+
+
+LENGTH = 576
+
+
+def labelled(ranks: int, steps: int, full: int | None = None) -> list[list[int]]:
+    """Label tokens of rows of which a few are left out, on rank ``full`` none."""
+    random = np.random.default_rng(9)
+    counts = random.integers(LENGTH - 60, LENGTH - 10, (steps, ranks))
+    if full is not None:
+        counts[:, full] = LENGTH
+    return counts.tolist()
+
+
+def found(tokens: list[list[int]], dealt: Dealt = "random") -> list[tuple[int, str, tuple[int, ...]]]:
+    test, episodes, events = FullLabelsTest(), Episodes(), list[Event]()
+    for step, one in enumerate(tokens, start=1):
+        again = FullLabelsTest()
+        again.load(json.loads(json.dumps(test.save())))  # a resume changes nothing
+        test = again
+        findings = test.step(make(step, *[[1.0] * len(one)] * 3), Evidence(label_tokens=tuple(one), dealt=dealt))
+        events += episodes.update(step, findings)
+    assert all((event.kind, event.where) == ("batch-size-mismatch", "labels") for event in events)
+    return [(event.step, event.severity, event.ranks) for event in events if event.phase == "started"]
+
+
+@pytest.mark.parametrize(("dealt", "severity"), [("random", "warning"), ("own-shard", "info"), ("unknown", "info")])
+def test_a_rank_that_leaves_no_label_out_is_named(dealt: Dealt, severity: str) -> None:
+    for ranks in (2, 4):
+        assert found(labelled(ranks, FULL_STEPS - 1, full=1), dealt) == []
+        assert found(labelled(ranks, FULL_STEPS + 9, full=1), dealt) == [(FULL_STEPS, severity, (1,))]
+
+
+def test_where_others_are_as_full_or_the_rank_is_not_always_nothing_is_said() -> None:
+    assert found(labelled(4, 400)) == []
+    both = [[LENGTH, *one[1:]] for one in labelled(4, 99, full=2)]
+    assert found(both) == []  # two ranks leave nothing out: rows of unlike kinds
+    assert found([[LENGTH] * 4] * 99) == []
+    seldom = labelled(4, 99, full=1)
+    for step in range(0, 99, FULL_STEPS - 1):
+        seldom[step][1] -= 1
+    assert found(seldom) == []
+    assert found([[LENGTH, 500, 500]] * 99) == []  # three numbers that never change are another batch size
+
+
+def test_the_judge_has_it_and_unequal_rows_say_nothing() -> None:
+    for rows, count in (((4, 4), 1), ((4, 8), 0)):
+        made, test = Run(ranks=2), FullLabelsTest()
+        given = [Evidence(label_tokens=tuple(one), rows_taken=rows) for one in labelled(2, FULL_STEPS, full=1)]
+        assert len([one for one in given if test.step(made.record(), one)]) == count
+    tokens = labelled(2, FULL_STEPS, full=1)
+    assert [event.severity for event in run(tokens) if event.where == "labels"] == ["info"]
