@@ -97,6 +97,9 @@ def test_where_others_are_as_full_or_the_rank_is_not_always_nothing_is_said() ->
     assert found(labelled(4, 400)) == []
     both = [[LENGTH, *one[1:]] for one in labelled(4, 99, full=2)]
     assert found(both) == []  # two ranks leave nothing out: rows of unlike kinds
+    now_and_then = [[one[0], one[1], LENGTH if step % 7 == 0 else one[2], one[3]]
+                    for step, one in enumerate(labelled(4, 99, full=1))]  # fmt: skip
+    assert found(now_and_then) == []
     assert found([[LENGTH] * 4] * 99) == []
     seldom = labelled(4, 99, full=1)
     for step in range(0, 99, FULL_STEPS - 1):
