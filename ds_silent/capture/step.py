@@ -47,6 +47,7 @@ from ds_silent.framework import Framework, Moments, Promise, layers_of
 from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
+from ds_silent.replicas.compare import ReplicaChecksum
 from ds_silent.rules.every import rules_of
 
 
@@ -299,12 +300,12 @@ class StepCapture:
 
     # -- the observation -----------------------------------------------------------------------------------------
 
-    def observation(self, exact: bool, replica: Tensor | None = None) -> Observation:
+    def observation(self, exact: bool, replica: ReplicaChecksum | None = None) -> Observation:
         """This rank's observation of the step, taken between the reduction and the optimizer.
 
         Args:
             exact: also exchange the local gradients piece by piece; the same on every rank, because it communicates.
-            replica: int64 (), checksum of this rank's replica, where it is due.
+            replica: checksum of this rank's replica, or of its parameters, where it is due.
         """
         gram = self.framework.gram()
         if gram is not None:
@@ -325,9 +326,9 @@ class StepCapture:
     def _guarded(self, observe: Callable[[], Observation]) -> Observation:
         return self.guard.local(observe) or Observation(Status(failed=BROKE))
 
-    def _observed(self, replica: Tensor | None) -> Observation:
+    def _observed(self, replica: ReplicaChecksum | None) -> Observation:
         moments, local = self.moments, self._local
-        scale, hashes = self.framework.scale(moments.scale), self._hashes(replica)
+        scale, hashes = self.framework.scale(moments.scale), self._hashes(None if replica is None else replica.value)
         code = replace(self.settings.code(self.step), breaches=self.breach_check.code(self.step))
         objective, loss = self.settings.objective.numbers(), moments.forwards.observed(scale)
         sketches, squares = moments.aggregate.take_local()
@@ -335,7 +336,7 @@ class StepCapture:
         self._before = Observation(
             loss=loss,
             local=local.observed(squares.sum(), moments.gram),
-            reduced=Reduced(replica_seen=float(replica is not None)),
+            reduced=Reduced(replica_seen=0.0 if replica is None else replica.seen),
             applied=moments.last_applied,
             code=code,
             objective=objective,

@@ -126,7 +126,7 @@ class IntegrityConfig(Block):
     """Compare the sketch of the aggregated gradient with the mean of the ranks' sketches, at every measurement."""
 
     replica_interval: int = whole(100, 0)
-    """Optimizer steps between two comparisons of the replicas' parameters; 0 is never."""
+    """Optimizer steps between two comparisons of the replicas; 0 is never. Parameters: ten times as often."""
 
     reread: bool = switch(False)
     """Read on the CPU what the optimizer applies, even if nothing seems to be written to it since it was read."""

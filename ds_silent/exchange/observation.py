@@ -24,6 +24,8 @@ gradient that cannot be observed; ranks may take different numbers of steps. See
 :mod:`ds_silent.observing.lockstep`."""
 LEFT_OUT, PARTLY = -2.0, 2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
+PARAMETERS = 2.0
+"""Of ``replica_seen``: the parameters' checksum, without what else is replicated."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Reduced(Generic[T]):
     handed_squared: T = _0  # as the step began, where it was looked at again
     handed_factor: T = _0  # and how many times the aggregate it was then
     handed_error: T = _0  # squared length of what no factor explains
-    replica_seen: T = _0  # 1 when the first hash is that of the replica
+    replica_seen: T = _0  # 1 when the first hash is that of the replica; PARAMETERS when it is that of these alone
     counted: T = _0  # squared, as the step began: of what counts in the whole model's norm, where others hold the rest
 
 
@@ -258,3 +260,9 @@ def on_all(flags: Tensor) -> bool:
 def on_any(flags: Tensor) -> bool:
     """Whether some rank says so."""
     return bool((flags > 0).any())
+
+
+def replicas_compared(gathered: Gathered) -> bool:
+    """Tell whether every rank has sent the checksum of the same: of the whole replica, or of its parameters."""
+    sent = gathered.reduced.replica_seen
+    return gathered.hashes is not None and on_all(sent) and bool((sent == sent[0]).all())

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
@@ -31,6 +30,7 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import Training
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
+from ds_silent.replicas.compare import batch_statistics_of
 from ds_silent.text import TORCH, Words
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
@@ -330,12 +330,7 @@ def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
 
 def buffers_of(module: nn.Module) -> Items:
     """Return buffers without running statistics of a batch, each rank's own unless they are synchronised."""
-    own = {
-        id(buffer)
-        for inner in module.modules()
-        if isinstance(inner, _NormBase) and not isinstance(inner, nn.SyncBatchNorm)
-        for buffer in inner.buffers(recurse=False)
-    }
+    own = set(map(id, batch_statistics_of(module)))
     return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all
+from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all, replicas_compared
 from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights, Pieces, explain, explain_micro_batches, own_weights
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -93,7 +93,7 @@ class ReductionChecker:
         check = examined.check
         micro_batches = self._diagnose(gathered, check)
         replicas = told.replicas
-        if gathered.hashes is not None and on_all(gathered.reduced.replica_seen):
+        if gathered.hashes is not None and replicas_compared(gathered):
             replicas = parts_of(gathered.hashes[:, 0].tolist())
         applied = self._applied.check(gathered)
         self._previous = gathered.layer_aggregate

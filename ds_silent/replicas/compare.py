@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
-from ds_silent.exchange.observation import Gathered, on_all
+from ds_silent.exchange.observation import PARAMETERS, Gathered, replicas_compared
 from ds_silent.kernels.checksums import Bits, Items, combined
 from ds_silent.records import Event
 
@@ -73,6 +75,16 @@ class Comparison:
     def drift(self, names: Sequence[str], since: int | None, earliest: int | None = None) -> Drift:
         """Make the drift, with all tensors' names and the steps whose update may be at fault."""
         return Drift(tuple(names[place] for place in self.apart), self.groups, since, earliest)
+
+
+def batch_statistics_of(module: nn.Module) -> list[Tensor]:
+    """Return the running statistics of normalisations: each rank's own in health, unless they are synchronised."""
+    return [
+        buffer
+        for inner in module.modules()
+        if isinstance(inner, _NormBase) and not isinstance(inner, nn.SyncBatchNorm)
+        for buffer in inner.buffers(recurse=False)
+    ]
 
 
 def compare(items: Items, bits: Bits, group: dist.ProcessGroup) -> Comparison:
@@ -158,9 +170,12 @@ class Replicas:
         self._history[self._newest] = self._bits(self._parameters)
         self._steps[self._newest] = step
 
-    def check(self, step: int) -> Tensor:
-        """Return the int64 () checksum of all that is replicated; call :meth:`remember` first."""
-        others = list(self._others())
+    def check(self, step: int, whole: bool = True) -> Tensor:
+        """Return the int64 () checksum of all that is replicated; call :meth:`remember` first.
+
+        ``whole``: else that of the parameters, which has been made.
+        """
+        others = list(self._others()) if whole else []
         rest = [self._bits_of_others(others).to(self._history.device)] if others else []
         values = torch.cat((self._history[self._newest], *rest))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
@@ -201,7 +216,14 @@ class Replicas:
 
 
 REMEMBERED = 10
-"""How often checksums are remembered between two comparisons, to find the first bad step."""
+"""How often the parameters' checksums are made and compared between two comparisons of all that is replicated."""
+
+
+class ReplicaChecksum(NamedTuple):
+    """Say of what a checksum is: see ``replica_seen`` in :mod:`ds_silent.exchange.observation`."""
+
+    value: Tensor
+    seen: float
 
 
 class ReplicaChecks:
@@ -221,6 +243,7 @@ class ReplicaChecks:
         self._every, self._interval, self._group = config.integrity.replica_interval, config.interval, group
         compares = bool(self._every and parameters)
         self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None
+        self._differ = False  # at the last comparison
         self._loaded: str | None = None  # checksum in the loaded checkpoint
 
     def take_due(self) -> bool:
@@ -228,8 +251,11 @@ class ReplicaChecks:
         due, self.due = self.due, False
         return due
 
-    def capture(self, step: int, scheduled: int) -> Tensor | None:
-        """Return the replica's checksum if a comparison is due; remember it between comparisons.
+    def capture(self, step: int, scheduled: int) -> ReplicaChecksum | None:
+        """Return the replica's checksum if a comparison is due, and the parameters' wherever theirs is remembered.
+
+        The latter costs nothing more, and tells of a drift in a training that ends before the next comparison. Where
+        the whole replicas differ, the parameters alone cannot say that this is over.
 
         Args:
             step: the framework's own, as the key.
@@ -238,9 +264,12 @@ class ReplicaChecks:
         if self._replicas is None or self.after_updates:
             return None
         due = self.take_due() or self._passed(scheduled, self._every)
-        if due or self._passed(scheduled, -(-self._every // REMEMBERED)):
-            self._replicas.remember(step)
-        return self._replicas.check(step) if due else None
+        if not due and not self._passed(scheduled, -(-self._every // REMEMBERED)):
+            return None
+        self._replicas.remember(step)
+        if not due and self._differ:
+            return None
+        return ReplicaChecksum(self._replicas.check(step, whole=due), 1.0 if due else PARAMETERS)
 
     def _passed(self, step: int, every: int) -> bool:
         """Tell whether a multiple of ``every`` lies after the last measured step, up to this one."""
@@ -248,12 +277,12 @@ class ReplicaChecks:
 
     def differ(self, gathered: Gathered) -> bool:
         """Tell whether replicas were compared and differ."""
-        if self._replicas is None or gathered.hashes is None or not on_all(gathered.reduced.replica_seen):
+        if self._replicas is None or gathered.hashes is None or not replicas_compared(gathered):
             return False
-        differ = bool((gathered.hashes[:, 0] != gathered.hashes[0, 0]).any())
-        if not differ:
+        self._differ = bool((gathered.hashes[:, 0] != gathered.hashes[0, 0]).any())
+        if not self._differ:
             self._replicas.equal()
-        return differ
+        return self._differ
 
     def localise(self, collective: CollectiveCall) -> Drift | None:
         """Find the tensors that differ, after :meth:`differ`. A collective."""
