@@ -45,6 +45,7 @@ from ds_silent.preflight.inventory import Training, local_items, sampler_facts
 from ds_silent.preflight.messages import events_of, table
 from ds_silent.preflight.messages import to_json as preflight_json
 from ds_silent.records import Event, declared, to_json
+from ds_silent.replicas.compare import batch_statistics_of
 from ds_silent.respond.stop import end_by_event
 from ds_silent.rules.settings_in_force import settings_in_force
 from ds_silent.sinks import SinkError
@@ -246,6 +247,8 @@ def _announce(subject: Subject, config: SilentConsistencyConfig, capture: StepCa
             "the dtype of the reduction": str(arithmetic.communication).removeprefix("torch."),
         }
         observed = {"applied gradient": framework.observes_applied, "replicas": bool(parameters)}
+        if batch_statistics_of(framework.module):
+            observed["running statistics"] = False
         text = run_text(
             config, subject.words.framework, ranks, training, observed, settings_in_force(capture.framework)
         )

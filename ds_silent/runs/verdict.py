@@ -322,7 +322,9 @@ def _applied_gradient(run: RunRecords) -> _Looked:
 
 def _replicas(run: RunRecords) -> _Looked:
     if count := len(run.steps.replica_checks):
-        return "", f"equal bits, {count:,} comparison{'s' * (count != 1)}"
+        without = "; running statistics of normalisations (as of BatchNorm), which may differ, are left out"
+        left_out = without * (of(run.facts, "observed", "running statistics") is False)
+        return "", f"equal bits, {count:,} comparison{'s' * (count != 1)}{left_out}"
     interval = whole(of(run.facts, "block", "integrity", "replica_interval"))
     last = int(run.steps.step[-1]) if len(run.steps) else 0
     reasons = (

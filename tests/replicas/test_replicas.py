@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,5 @@ def test_running_statistics_of_a_batch_are_no_drift(tmp_path: Path) -> None:
     assert run_distributed(trained_with_statistics, 2, (str(tmp_path),)) == [False, False]
     found = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "replica-drift"]
     assert [(event["step"], event["where"]) for event in found] == [(5, "buffer scale")]
+    observed = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["observed"]
+    assert (observed["replicas"], observed["running statistics"]) == (True, False)  # what was left out is written

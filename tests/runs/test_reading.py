@@ -242,6 +242,23 @@ def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -
     assert why["Before step 1"] == "preflight is false"
 
 
+def test_equal_replicas_are_said_with_what_was_left_out_of_the_comparison(tmp_path: Path) -> None:
+    def why(name: str, observed: dict[str, bool]) -> str:
+        compared = write(tmp_path / name)
+        lines = (compared / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            record["integrity"]["replica_groups"] = [[0, 1, 2, 3]]
+        (compared / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+        (compared / "run.json").write_text(json.dumps({"version": 1, "observed": observed}), encoding="utf-8")
+        [check] = [one for one in verdict_of(read_run(compared)).checks if one.name == "Replicas"]
+        return check.why
+
+    assert why("all", {"replicas": True}) == "equal bits, 20 comparisons"
+    without = "; running statistics of normalisations (as of BatchNorm), which may differ, are left out"
+    assert why("statistics", {"replicas": True, "running statistics": False}) == "equal bits, 20 comparisons" + without
+
+
 @pytest.mark.parametrize("kind", sorted({*get_args(EventKind)} - NO_FAULT))
 def test_every_kind_that_is_an_alarm_has_its_own_sentence(tmp_path: Path, kind: str) -> None:
     for ranks in ((2,), (1, 2), ()):
