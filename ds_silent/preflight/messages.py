@@ -146,6 +146,20 @@ def verdict(one: ItemOutcome) -> str:
     return f"{ranks_of(one.odd)} differ{'s' if len(one.odd) == 1 else ''}" if one.odd else "no agreement"
 
 
+_PLAIN = {
+    "equal": "the same on all ranks",
+    "equal, better different": "the same on all ranks, where different ones are usual",
+    "each rank its own": "different on each rank as expected",
+    "different": "different between ranks as usual",
+    "free": "different between ranks, which is allowed",
+}
+"""What the table says of several items that are as expected, by :func:`verdict`."""
+
+
+def _plain(one: ItemOutcome) -> str:
+    return _PLAIN.get(verdict(one), verdict(one))
+
+
 def table(outcome: PreflightOutcome) -> Table:
     """What is not as expected, and one row for the rest of each group."""
     ranks = f"{outcome.world_size} rank{'s' * (outcome.world_size != 1)}"
@@ -156,7 +170,7 @@ def table(outcome: PreflightOutcome) -> Table:
         members = [one for one in outcome.items if one.item.group == group]
         fine = [one for one in members if one.ok]
         if fine:
-            verdicts = Counter(verdict(one) for one in fine)
+            verdicts = Counter(_plain(one) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
             drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
         wrong = [one for one in members if not one.ok]

@@ -142,6 +142,23 @@ def test_the_worst_comes_first_and_faults_are_kept_apart() -> None:
     assert found == [("lr", "error", (2,)), ("device", "info", (1,))]
 
 
+def test_the_table_counts_in_words_what_is_as_expected() -> None:
+    def rank(value: str) -> list[Item]:
+        return [
+            item_of("same", "generators", "a"),
+            *(item_of(f"seed {one}", "generators", value, None, "alike") for one in range(2)),
+            item_of("draws", "generators", value, None, "better different"),
+            item_of("host", "environment", value, None, "free"),
+        ]
+
+    outcome = outcome_of(*items_and_hashes(rank("1"), rank("2"), rank("3")))
+    drawn = io.StringIO()
+    Console(file=drawn, width=200).print(table(outcome))
+    generators = "1 the same on all ranks, 2 different on each rank as expected, 1 different between ranks as usual"
+    assert generators in drawn.getvalue()
+    assert "1 different between ranks, which is allowed" in drawn.getvalue()
+
+
 def test_the_table_shows_text_as_text() -> None:
     def rank(value: str) -> list[Item]:
         return [item_of("[red]lr[/red]", "optimizer", value), item_of("seed", "generators", value, None, "alike")]
@@ -150,7 +167,7 @@ def test_the_table_shows_text_as_text() -> None:
     outcome = outcome_of(items, hashes, texts)
     short = io.StringIO()
     Console(file=short, width=140).print(table(outcome))
-    assert "1 each rank its own" not in short.getvalue()
+    assert "different on each rank" not in short.getvalue()
     assert short.getvalue().count("rank 0 differs") == 2
     assert "[red]lr[/red]" in short.getvalue()
     assert "\x1b[2J" not in short.getvalue()
