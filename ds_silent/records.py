@@ -182,7 +182,10 @@ class ObjectiveStats:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Wall time on the writing rank: of the whole optimizer step, and of the observer's part of it."""
+    """Wall time on the writing rank: of the whole optimizer step, and of the observer's part before the optimizer.
+
+    What its hooks add to forward and backward is not timed: a clock at each parameter would cost more than it tells.
+    """
 
     step: float | None = None
     observe: float | None = None

@@ -198,7 +198,10 @@ def cost(view: PlotContext) -> Panel | None:
     both = np.isfinite(taken) & np.isfinite(whole) & (whole > 0)
     if both.any():
         share, seconds = float(np.median(taken[both] / whole[both])), float(np.median(taken[both]))
-        note = f"Observing took {share:.1%} of the typical measured step ({shown(seconds * 1e3, 2)} ms)."
+        note = (
+            f"Observing took {share:.1%} of the typical measured step ({shown(seconds * 1e3, 2)} ms), from the end of "
+            "the backward to the optimizer; what its hooks add to forward and backward is not timed."
+        )
     lines = (("step", "step seconds", "a"), ("observing", "observe seconds", "c"))
     return _lines(view, "Seconds of each step, and of observing it", note, *lines)
 
