@@ -271,15 +271,16 @@ def message_of(rank: int, flag: Flag, random: bool) -> str:
             f"{flag.numbers}. {flag.why}"
         )
     if flag.severity == "info" and not random:
-        when = "the beginning" if since <= 1 else f"about step {since}"
-        beside = " and its own past" if flag.own_past else ""
+        # against the others it may only have become sure then: what began later is found against the rank's own past
+        began = "the beginning" if since <= 1 else f"about step {since}" if flag.own_past else ""
+        when, beside = f" since {began}" * bool(began), " and its own past" if flag.own_past else ""
         if len(ranks) == 2:
             return (
-                f"The data of {named(ranks)} are of unlike kinds since {when}. Rank {rank} against "
+                f"The data of {named(ranks)} are of unlike kinds{when}. Rank {rank} against "
                 f"rank {sum(ranks) - rank}{beside}: {flag.numbers}. Other rows on one of them look like this."
             )
         return (
-            f"Rank {rank}'s data are of another kind since {when}. Against the others{beside}: {flag.numbers}. "
+            f"Rank {rank}'s data are of another kind{when}. Against the others{beside}: {flag.numbers}. "
             "Other rows on this rank look like this."
         )
     return f"Rank {rank} has {flag.meaning}. Against the others: {flag.numbers}. {flag.why}"

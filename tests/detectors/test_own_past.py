@@ -290,8 +290,18 @@ def test_a_rank_that_is_unlike_from_the_beginning_is_a_note() -> None:
     events = run.steps(300, norm=3.0, loss=1.5)
     assert alarms(events) == []
     note = next(event for event in events if event.ranks == (1,))
-    assert "data are of another kind since" in note.message
+    assert "data are of another kind" in note.message
     assert "By chance alone" in note.message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_nothing_has_changed_no_step_is_named(seed: int) -> None:
+    """What ranks are to each other becomes sure one rank after the other, at a step of no meaning."""
+    run = Shards(4, seed)
+    run.offsets[:] = [[0.0, 0.6, -0.5, 0.2]]
+    notes = [event.message for event in run.steps(120) if event.kind == "outlier-rank"]
+    assert notes
+    assert not [message for message in notes if "since about step" in message]
 
 
 def test_a_first_loss_that_no_rows_have_is_an_alarm() -> None:
