@@ -66,10 +66,10 @@ class LabelWeightsTest(Detector):
         elif weights is None:
             self._open, self._steps = _added_up(record, evidence), 0
         elif not _is_short(weights):  # else what was found before stays
-            self._open = self._judged(record, weights)
+            self._open = self._judged(record, weights, evidence)
         return [] if self._open is None else [self._open]
 
-    def _judged(self, record: StepRecord, weights: LabelWeights) -> Finding | None:
+    def _judged(self, record: StepRecord, weights: LabelWeights, evidence: Evidence) -> Finding | None:
         total, count, ranks = abs(float(weights.totals.mean())), max(weights.backwards), record.world_size
         multiple = multiple_of(total, count, ranks)
         if _is_short_of_its_divisor(weights, total, count):
@@ -97,6 +97,15 @@ class LabelWeightsTest(Detector):
                 f"labels, and {weights.labels} of them are trained."
             )
             remedy = f"Count the labels that the loss counts, and no others. {_remedy(total)}"
+            if _counts_first_labels(weights, total, evidence):
+                message += (
+                    " It is one label more for each row: the count holds a row's first label too, which a causal "
+                    "language model drops as it shifts the labels. transformers' Trainer counts so by itself; the "
+                    "script is not at fault."
+                )
+                remedy = (
+                    f"Nothing in the script. The gradient is {total:.4g} times as long as that of the labels' mean."
+                )
             return _finding("items", message, remedy, total, record.step)
         if total > 0.0 and _near(total, 1.0) and weights.by_items and weights.reductions == {SUM}:
             spread = float(weights.largest.max() / weights.smallest.min())
@@ -212,6 +221,13 @@ def _changed(weights: LabelWeights) -> float:
     if not promise.as_given:
         return math.copysign(1.0, constants.wrapper)
     return weights.passed * constants.wrapper if weights.passed > 0.0 and not constants.by_hand else 1.0
+
+
+def _counts_first_labels(weights: LabelWeights, total: float, evidence: Evidence) -> bool:
+    """Tell whether the loss is divided as for one label more in each row of the step than are trained."""
+    if evidence.rows_per_rank is None or evidence.rows_sampled < 1.0:
+        return False
+    return round(weights.labels / total) - weights.labels == sum(evidence.rows_per_rank)
 
 
 def _is_by_items(weights: LabelWeights, ranks: int) -> bool:

@@ -54,6 +54,17 @@ def told(*steps: LabelWeights | None, ranks: int = 3) -> list[Event]:
     return [e for one in steps for e in made.judge.step(made.record(), Evidence(label_weights=one))]
 
 
+@pytest.mark.parametrize(("rows", "by_the_trainer"), [((6, 5, 5), True), ((8, 8, 8), False), (None, False)])
+def test_a_count_that_holds_the_first_label_of_each_row_is_the_trainers(
+    rows: tuple[int, ...] | None, by_the_trainer: bool
+) -> None:
+    made = Run(ranks=3)
+    [event] = made.judge.step(made.record(), Evidence(label_weights=weights(0.9482, **ITEMS), rows_per_rank=rows))
+    assert "divided as for 309 labels, and 293 of them are trained." in event.message
+    said = "transformers' Trainer counts so by itself; the script is not at fault" in event.message
+    assert (said, (event.remedy or "").startswith("Nothing in the script.")) == (by_the_trainer, by_the_trainer)
+
+
 SHORT: dict[str, Any] = {"promise": TRAINER, "trainer": TRAINER, "backwards": frozenset({2}), "accumulation": 4}
 
 
