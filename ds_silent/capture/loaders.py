@@ -52,6 +52,8 @@ class Deal:
     by: str = "no loader was seen"
     order: float = 0.0  # hash of all that the order of the rows follows from, the same on all ranks; 0 where unknown
     by_epoch: bool = False  # another order comes only with another epoch of the sampler
+    by_torch: bool = False  # and the sampler is torch's own, of which that is sure
+    alike: int = 1  # passes in a row that this one sampler has dealt in one order, this one among them
     by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
 
     @property
@@ -124,6 +126,7 @@ class LoaderWatch(_Watch):
         self._mixed = False
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
+        self._order, self._alike = 0.0, 0  # of the newest of them, and how many in a row had it
 
     def connect(self) -> LoaderWatch:
         """Begin; ``remove()`` ends it. What a script fed its first batch with is remembered, where somebody does."""
@@ -164,7 +167,7 @@ class LoaderWatch(_Watch):
             return False
         self._sampler, self._batches = self._newest_sampler, self._newest_skips + 1
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest
-        self._deal = self._known_before(self._newest_deal)
+        self._deal = self._known_before(self._newest_deal, same)
         return True
 
     @property
@@ -174,10 +177,16 @@ class LoaderWatch(_Watch):
             return Deal(by="loaders that take turns")
         return self._deal if self.seen else deal_of(self.given, self._ranks)
 
-    def _known_before(self, deal: Deal) -> Deal:
-        """Compare with earlier passes as one begins: an epoch that does not advance deals each rank the rows it had."""
+    def _known_before(self, deal: Deal, same: bool) -> Deal:
+        """Compare with earlier passes as one begins: an epoch that does not advance deals each rank the rows it had.
+
+        ``same``: the sampler that deals is that of the pass before.
+        """
         if not deal.by_epoch or not deal.order:
+            self._order = 0.0
             return deal
+        self._alike = self._alike + 1 if same and deal.order == self._order else 1
+        self._order, deal = deal.order, replace(deal, alike=self._alike if deal.by_torch else 1)
         if deal.order in self._orders:
             return replace(deal, dealt="own-shard", by=f"{deal.by}, but its epoch does not advance")
         self._orders.append(deal.order)
@@ -320,7 +329,7 @@ def _replicas(sampler: Any, name: str, samplers: list[Any]) -> Deal:
     order = short_hash((name, length_of(getattr(sampler, "dataset", None)), shuffles, follows))
     if not shuffles:
         return Deal("own-shard", f"{name}, not shuffled", order)
-    return Deal("random", f"{name}, shuffled", order, by_epoch=True)
+    return Deal("random", f"{name}, shuffled", order, by_epoch=True, by_torch=torchs)
 
 
 def _processes(shard: Any, name: str, samplers: list[Any]) -> Deal:

@@ -31,7 +31,7 @@ from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_rules import LabelRulesTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
-from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
+from ds_silent.detectors.order import FewRowsTest, OrderTest, RepeatTest, SameOrderTest
 from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
@@ -96,6 +96,7 @@ class Judge:
             SameGradients(alike),
             repeats,
             OrderTest(half, repeats),
+            FewRowsTest(),
             SameOrderTest(seldom, words, repeats),
             RankComparison(half, words, effects or EffectsConfig(), alike),
             JumpTest(steps, rate),

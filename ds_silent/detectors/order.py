@@ -32,7 +32,7 @@ by design are healthy. Null hypothesis: each epoch has a shuffle of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +47,8 @@ from ds_silent.text import TORCH, Words, named
 TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1  # share of rows that come again in health
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])  # of all ranks
 _STUCK = np.array([0.5, 0.99])  # of one: who is stuck repeats all rows, or those of one of two workers
+PASSES_ALIKE = 3  # of one sampler with one epoch: the first may have been a trial, and a second its resume
+ROUNDS, ONCE = 4.0, 1.5  # rows of a rank by its different rows: it goes round, it does not; the estimate is off by 1/8
 _MEMORY = 64  # measured steps
 _ROOM = 1.5  # the number of different rows is an estimate
 _ROUNDING = 1e-9  # of a score at the cap of a single rate, which is an alarm
@@ -113,6 +115,48 @@ class RepeatTest(Detector):
         return Finding(
             key, "data-order-mismatch", "error", ranks, "loader", score, threshold, message, remedy, since
         ).by_chance()
+
+
+class FewRowsTest(Detector):
+    """Note a rank that goes round among few rows while each of the others has new ones.
+
+    A small shard of a rank's own looks the same, so it is no more than a note: once for each rank. Where rows are dealt
+    from one pool, :class:`OrderTest` reports them.
+    """
+
+    key = "few_rows"
+    stored = ("noted",)
+
+    def __init__(self) -> None:
+        self._noted: dict[int, int] = {}  # rank -> step
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes, passes = (), evidence.passes
+        if passes is None or evidence.dealt == "random" or len(passes.taken) < 2 or not all(passes.taken):
+            return []
+        rounds = np.array(passes.taken) / np.maximum(1.0, passes.distinct)
+        rank, others = int(np.argmax(rounds)), np.sort(rounds)[:-1]
+        if rounds[rank] < ROUNDS or others[-1] > ONCE or rank in self._noted:
+            return []
+        if any(finding.kind == "data-order-mismatch" and rank in finding.ranks for finding in before):
+            return []
+        self._noted[rank] = record.step
+        message = (
+            f"Rank {rank} goes round among about {passes.distinct[rank]:.0f} rows, {rounds[rank]:.0f} times so far, "
+            "while the rows of every other rank are new. A small shard of its own looks like this too."
+        )
+        remedy = (
+            "Do nothing if this rank's own data are so few. Else look there for a list of batches that is read again "
+            "and again (itertools.cycle), or for a position that does not advance."
+        )
+        self.notes = (
+            Event(record.step, "data-order-mismatch", "info", (rank,), "loader", None, None, message, remedy),
+        )
+        return []
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if self.key in state:  # younger than the state's version
+            super().load(state)
 
 
 def rate_of_others(repeats: Array, rows: Array) -> Array:
@@ -256,9 +300,11 @@ class SameOrderTest(Detector):
         self._since: int | None = None
         self._score, self._rows = 0.0, 0
         self._promised = True
+        self._noted = False  # that the sampler's epoch stays; once in a process
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return the finding of one step, if any; none where rows come again for another reason."""
+        self.notes = ()
         explained = any(finding.kind in ("data-order-mismatch", "low-coverage") for finding in before)
         explained |= self._repeats is not None and self._repeats.attributed > 0
         seen = extras.same_order
@@ -269,6 +315,8 @@ class SameOrderTest(Detector):
             self._since = self._since or record.step
             self._score, self._rows, self._promised = seen.log_odds, seen.rows, seen.promised
         if self._since is None:
+            if extras.passes_alike >= PASSES_ALIKE and not (self._noted or explained):
+                self._noted, self.notes = True, (self._epoch_stays(record, extras.passes_alike),)
             return []
         message = (
             f"The rows come in the same order in every epoch, as they came {self._rows} rows before"
@@ -282,6 +330,20 @@ class SameOrderTest(Detector):
         severity: Severity = "warning" if self._promised else "info"
         ranks, score, since = tuple(range(record.world_size)), self._score, self._since
         return [Finding(key, key, severity, ranks, "sampler", score, self._threshold, message, remedy, since)]
+
+    def _epoch_stays(self, record: StepRecord, passes: int) -> Event:
+        """Note what the sampler itself says, where augmented rows never come again bit for bit."""
+        message = (
+            f"The epoch of the DistributedSampler is the same in {passes} passes in a row: although it shuffles, each "
+            "pass takes the data set's places in the same order, and the same places share a batch. The rows "
+            "themselves were not seen to come again, as where they are augmented at random."
+        )
+        remedy = (
+            f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}. Do "
+            "nothing if the data set itself shuffles or draws its rows."
+        )
+        ranks = tuple(range(record.world_size))
+        return Event(record.step, "same-order", "info", ranks, "sampler", None, None, message, remedy)
 
 
 def _gain(repeats: Any, rows: Any, rates: Array, expected: Any) -> Array:

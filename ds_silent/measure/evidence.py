@@ -158,6 +158,7 @@ class OwnPasses:
     window: tuple[int, ...]  # rows since the last measured step, and in the one before
     distinct: tuple[float, ...]  # different rows so far, about
     again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
+    taken: tuple[int, ...] = ()  # rows so far
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ class Evidence:
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
+    passes_alike: int = 1  # in a row, as the sampler's own epoch says; 1 where the script's ids show the order
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank

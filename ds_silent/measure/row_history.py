@@ -29,6 +29,7 @@ class RecentRows:
         self._held: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
         self._counts: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._registers: npt.NDArray[np.uint8] = np.empty((0, REGISTERS), dtype=np.uint8)
+        self._taken: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def repeats(self, values: Ids, owners: Ids, ranks: int) -> tuple[int, ...]:
         """Count, of each of N ``ranks``, the rows that it had taken before: among these, or in the observation before.
@@ -47,7 +48,8 @@ class RecentRows:
         rows = np.bincount(owners, minlength=ranks)
         if len(self._registers) != ranks:
             self._registers = np.zeros((ranks, REGISTERS), dtype=np.uint8)
-            self._counts = np.zeros(ranks, dtype=np.int64)
+            self._counts, self._taken = (np.zeros(ranks, dtype=np.int64) for _ in range(2))
+        self._taken = self._taken + rows
         self.window = tuple((self._counts + rows).tolist())
         self._counts = rows
         self._note(keys, owners)
@@ -70,19 +72,27 @@ class RecentRows:
         counted = REGISTERS * np.log(REGISTERS / np.maximum(empty, 1))
         return tuple(np.where(few, counted, estimate).tolist())
 
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Count each rank's rows so far, of those that were sent."""
+        return tuple(self._taken.tolist())
+
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values: how many different rows each rank has had."""
+        """Return JSON values: how many rows each rank has had, and how many different ones."""
         packed = zlib.compress(self._registers.tobytes())
-        return {"ranks": len(self._registers), "distinct": base64.b64encode(packed).decode("ascii")}
+        ranks, distinct = len(self._registers), base64.b64encode(packed).decode("ascii")
+        return {"ranks": ranks, "distinct": distinct, "taken": list(self.taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
         try:
             packed = zlib.decompress(base64.b64decode(state["distinct"], validate=True))
             registers = np.frombuffer(packed, dtype=np.uint8).reshape(int(state["ranks"]), REGISTERS)
+            taken = np.array(state.get("taken", [0] * len(registers)), dtype=np.int64).reshape(len(registers))
         except (TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"the number of each rank's rows in the checkpoint cannot be read ({error})") from error
         self._registers, self._counts = registers.copy(), np.zeros(len(registers), dtype=np.int64)
+        self._taken = taken
 
 
 WINDOW = 64

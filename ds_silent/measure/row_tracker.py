@@ -93,7 +93,7 @@ class RowTracker:
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
         self.deal.rows.step(sent.values, sent.owners, ranks)
-        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again)
+        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again, self._recent.taken)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
@@ -236,7 +236,8 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
-    return coverage, evidence_of(gathered, replace(of_rows, dealt=dealt.dealt), context)
+    alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
+    return coverage, evidence_of(gathered, replace(of_rows, dealt=dealt.dealt, passes_alike=alike), context)
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:

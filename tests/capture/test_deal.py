@@ -16,9 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
 from ds_silent.capture.loaders import Deal, LoaderWatch, deal_of
+from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.deal import DealFollower
-from ds_silent.measure.evidence import Evidence
+from ds_silent.measure.evidence import Evidence, OrderAgain
 from ds_silent.records import DataDealt, Event, StepRecord
 from ds_silent.runs.report.figures import plot_context
 from ds_silent.runs.report.tables import facts_of
@@ -183,6 +184,47 @@ def told(words: list[float], deal: Deal, rows: int | None = 100, steps: int = 1,
         one = follower.step(torch.tensor(words, dtype=torch.float64), deal, step * 10, 10, rows)
         found.append(one.dealt)
     return found
+
+
+def passes_of(loaders: list[DataLoader[int]], set_epoch: bool, passes: int = 4) -> list[int]:
+    """How many passes alike a watch has counted as each began; the loaders take turns, pass by pass."""
+    watch, found = LoaderWatch(4).connect(), []
+    for number in range(passes):
+        loader: Any = loaders[number % len(loaders)]
+        if set_epoch:
+            loader.sampler.set_epoch(number)
+        for _ in loader:
+            if watch.forward():
+                found.append(watch.deal.alike)
+    watch.remove()
+    return found
+
+
+def test_passes_of_one_sampler_are_alike_while_its_epoch_stays() -> None:
+    def loader(sampler: Any) -> DataLoader[int]:
+        return DataLoader(ROWS, batch_size=2, sampler=sampler)
+
+    assert passes_of([loader(shares())], set_epoch=False) == [1, 2, 3, 4]
+    assert passes_of([loader(shares())], set_epoch=True) == [1, 1, 1, 1]
+    assert passes_of([loader(shares()), loader(shares())], set_epoch=False) == [1, 1, 1, 1]  # data of one size
+    assert passes_of([loader(shares(shuffle=False))], set_epoch=False) == [1, 1, 1, 1]
+    assert passes_of([loader(ByLength(ROWS, num_replicas=4, rank=1))], set_epoch=False) == [1, 1, 1, 1]  # type: ignore[arg-type]
+
+
+def test_a_sampler_whose_epoch_stays_is_noted_once_where_the_rows_do_not_show_it() -> None:
+    def notes(*alike: int, **found: Any) -> list[tuple[int, str, str]]:
+        judge = Judge(DetectorsConfig())
+        events = [
+            event
+            for step, passes in enumerate(alike, 1)
+            for event in judge.step(StepRecord(step, step, None, 4), Evidence(passes_alike=passes, **found))
+        ]
+        return [(event.step, event.kind, event.severity) for event in events]
+
+    assert notes(1, 1, 2, 2, 3, 3, 4) == [(5, "same-order", "info")]
+    assert notes(1, 2, 1, 2, 1) == []
+    again = OrderAgain(True, 1e6, 100, shuffled=True)  # the rows came again bit for bit
+    assert notes(1, 2, 3, 4, same_order=again) == [(1, "same-order", "warning")]
 
 
 RANDOM = Deal("random", "DistributedSampler, shuffled", 7.0, by_epoch=True)

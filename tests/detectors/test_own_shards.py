@@ -182,3 +182,36 @@ def test_ranks_with_permutations_of_their_own_are_told_still() -> None:
     assert ("data-order-mismatch", "error") in kinds
     assert ("low-coverage", "info") in kinds  # follows from it
     assert next(event.step for event in events if event.kind == "data-order-mismatch") < 50
+
+
+def notes_of_few_rows(events: list[Event]) -> list[tuple[int, tuple[int, ...], str]]:
+    found = [event for event in events if event.kind == "data-order-mismatch"]
+    return [(event.step, event.ranks, event.severity) for event in found]
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_rank_that_goes_round_among_few_rows_is_noted_once(interval: int) -> None:
+    """Eight batches in a list that is read again and again; a small shard of its own looks the same."""
+    run = Run(shards([1600, 64, 1600, 1600], shuffle=False), interval, told=False)
+    [(step, ranks, severity)] = notes_of_few_rows(run.go(160))
+    assert (24 <= step <= 48, ranks, severity) == (True, (1,), "info")
+    state = json.loads(json.dumps([run.judge.state_dict(), run.tracker.state_dict(unsent=False)]))
+    run.judge.load_state_dict(state[0])
+    run.tracker.load_state_dict(state[1])
+    assert notes_of_few_rows(run.go(40)) == []
+
+
+def test_where_others_begin_again_too_no_rank_is_noted() -> None:
+    for sizes in ([64] * 4, [320, 400, 160, 400], [64, 64, 1600, 1600]):
+        run = Run(shards(sizes), told=False)
+        assert notes_of_few_rows(run.go(160)) == [], sizes
+
+
+def test_a_state_of_before_has_no_notes_of_few_rows() -> None:
+    run = Run(shards([400] * 4), told=False)
+    run.go(4)
+    judged, tracked = run.judge.state_dict(), run.tracker.state_dict(unsent=False)
+    del judged["few_rows"], tracked["recent"]["taken"]
+    run.judge.load_state_dict(judged)
+    run.tracker.load_state_dict(tracked)
+    assert notes_of_few_rows(run.go(40)) == []
