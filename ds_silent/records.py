@@ -184,7 +184,7 @@ class ObjectiveStats:
 class Seconds:
     """Wall time on the writing rank: of the whole optimizer step, and of the observer's part before the optimizer.
 
-    What its hooks add to forward and backward is not timed: a clock at each parameter would cost more than it tells.
+    What its hooks add to forward and backward is not timed.
     """
 
     step: float | None = None
