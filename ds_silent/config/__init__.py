@@ -126,7 +126,8 @@ class IntegrityConfig(Block):
     """Compare the sketch of the aggregated gradient with the mean of the ranks' sketches, at every measurement."""
 
     replica_interval: int = whole(100, 0)
-    """Optimizer steps between two comparisons of the replicas; 0 is never. Parameters: ten times as often."""
+    """Optimizer steps between two comparisons of the replicas; 0 is never. From 10 on, parameters are compared at each
+    tenth of it."""
 
     reread: bool = switch(False)
     """Read on the CPU what the optimizer applies, even if nothing seems to be written to it since it was read."""

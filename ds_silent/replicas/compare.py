@@ -267,7 +267,7 @@ class ReplicaChecks:
         if not due and not self._passed(scheduled, -(-self._every // REMEMBERED)):
             return None
         self._replicas.remember(step)
-        if not due and self._differ:
+        if not due and (self._differ or self._every < REMEMBERED):  # the next comparison is near
             return None
         return ReplicaChecksum(self._replicas.check(step, whole=due), 1.0 if due else PARAMETERS)
 
