@@ -150,7 +150,7 @@ def test_of_two_ranks_with_rows_of_their_own_neither_is_named_by_its_numbers() -
     own = Evidence(dealt="own-shard")
     run.steps(60, own)
     [note] = [event for event in run.steps(30, own, scale=3.0) if event.kind == "outlier-rank"]
-    assert note.message.startswith("The data of ranks 0 and 1 are of unlike kinds since ")
+    assert note.message.startswith("The data of ranks 0 and 1 are of unlike kinds. Rank 0 against rank 1: ")
     assert "this rank" not in note.message + note.remedy
 
 
