@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ds_silent.capture.loss_graph import MEAN, SUM
@@ -103,9 +104,8 @@ class LabelWeightsTest(Detector):
                     "language model drops as it shifts the labels. transformers' Trainer counts so by itself; the "
                     "script is not at fault."
                 )
-                remedy = (
-                    f"Nothing in the script. The gradient is {total:.4g} times as long as that of the labels' mean."
-                )
+                remedy = f"Do nothing: the gradient is {total:.4g} times as long as that of the labels' mean."
+                return replace(_finding("items", message, remedy, total, record.step), severity="info")
             return _finding("items", message, remedy, total, record.step)
         if total > 0.0 and _near(total, 1.0) and weights.by_items and weights.reductions == {SUM}:
             spread = float(weights.largest.max() / weights.smallest.min())
