@@ -223,10 +223,13 @@ class Episodes:
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
                 if key.startswith(KEY):
                     remedy = "What was trained meanwhile stays so: see the remedy of its first event."
-                left = next((f for k, f in present.items() if self._active[k].cause == key), None)
-                if left is not None:
-                    message += f" What it has left behind goes on: {left.kind} of {left.where}."
-                    remedy = left.remedy
+                left = [f for k, f in present.items() if self._active[k].cause == key]
+                if left:
+                    goes_on = min(
+                        left, key=lambda one: one.kind != "replica-drift"
+                    )  # weights do not mend by themselves
+                    message += f" What it has left behind goes on: {goes_on.kind} of {goes_on.where}."
+                    remedy = goes_on.remedy
                 place = episode.ranks, episode.where
                 events.append(Event(step, episode.kind, "info", *place, None, None, message, remedy, phase="ended"))
         return events

@@ -25,6 +25,7 @@ from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, needing_gradient
 from ds_silent.frameworks.torch_loop import TorchFramework
+from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.observing.observe import Given
 from ds_silent.observing.observer import Observer
@@ -44,6 +45,7 @@ _NARROW = {
 }
 _MARK = "ds_silent"
 WHOLE = ("", "allreduce_hook", "ALLREDUCE")
+_LOCAL = "post_localSGD_hook"  # reduces among some ranks: their replicas differ until they are averaged
 
 
 def hook_of(ddp: Any) -> str:
@@ -166,6 +168,10 @@ class DDPFramework(TorchFramework):
 
     def reduced_ids(self) -> Set[int] | None:
         return None if self._reduced is None else self._reduced | self._ignored
+
+    def replicated(self) -> tuple[Items, Callable[[], Items]]:
+        """Return nothing where replicas differ by design."""
+        return ([], list) if hook_of(self._ddp) == _LOCAL else super().replicated()
 
     def settings(self) -> dict[str, Setting]:
         asked = {"bucket_bytes_cap": 25 << 20, "find_unused_parameters": False, "gradient_as_bucket_view": False}

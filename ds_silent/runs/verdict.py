@@ -127,7 +127,8 @@ def verdict_of(run: RunRecords) -> RunVerdict:
     if wrong:
         worst = min(wrong, key=lambda one: (one.severity != "error", one.since, one.first))
         goes_on = [one for one in run.events.groups() if worst.goes_on_as(one, run.world_size)]
-        now = min(goes_on, key=lambda one: not one.follows, default=None)  # what is said to follow from it first
+        # first what is said to follow from it, and of that the weights, which do not mend by themselves
+        now = min(goes_on, key=lambda one: (not one.follows, one.kind != "replica-drift"), default=None)
         sentence = f"{_what(worst, run)}{_when(worst, now)}.{lost and f' {lost}.'}"
         severity: Literal["error", "warning"] = "error" if worst.severity == "error" else "warning"
         return RunVerdict(severity, sentence, checks, worst.ranks, worst.since, worst, len(groups) - 1)

@@ -210,8 +210,7 @@ def test_where_others_begin_again_too_no_rank_is_noted() -> None:
 def test_a_state_of_before_has_no_notes_of_few_rows() -> None:
     run = Run(shards([400] * 4), told=False)
     run.go(4)
-    judged, tracked = run.judge.state_dict(), run.tracker.state_dict(unsent=False)
-    del judged["few_rows"], tracked["recent"]["taken"]
-    run.judge.load_state_dict(judged)
+    tracked = run.tracker.state_dict(unsent=False)
+    del tracked["recent"]["taken"]
     run.tracker.load_state_dict(tracked)
     assert notes_of_few_rows(run.go(40)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
@@ -172,6 +174,13 @@ def lossy(directory: str) -> dict[str, Any]:
     return train_plainly(model, optimizer, directory)
 
 
+def local_sgd(directory: str) -> dict[str, Any]:
+    model, optimizer = build(DDPCase())
+    alone, _ = dist.new_subgroups(1)
+    model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=1), post_localSGD_hook)
+    return train_plainly(model, optimizer, directory)
+
+
 def lossy_later(directory: str, after: int, hook: Hook) -> dict[str, Any]:
     model, optimizer = build(DDPCase())
     return train_plainly(model, optimizer, directory, {after: lambda: model.register_comm_hook(None, hook)})
@@ -185,7 +194,8 @@ def train_plainly(
 ) -> dict[str, Any]:
     """``before``: what the script does before the step with that number."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+    block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": 2}}
+    with ds_silent.observe(model, optimizer, config=block):
         for step in range(STEPS):
             (before or {}).get(step, int)()
             model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
@@ -203,6 +213,13 @@ def test_a_lossy_hook_is_not_checked_and_not_called_wrong(tmp_path: Path) -> Non
     assert len(found["records"]) == STEPS
     assert {record["integrity"]["relative_error"] for record in found["records"]} == {None}
     assert all(record["direction"]["mean_cosine"] is not None for record in found["records"])
+
+
+def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
+    found = run_distributed(local_sgd, 2, (str(tmp_path),))[0]
+    assert found["events"] == []
+    assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
+    assert json.loads((tmp_path / "run.json").read_text())["observed"]["replicas"] is False
 
 
 def test_a_lossy_hook_that_comes_later_ends_the_check(tmp_path: Path) -> None:
@@ -261,5 +278,5 @@ def test_what_can_part_the_replicas_has_them_compared_at_the_next_step(tmp_path:
         assert all("What it has left behind goes on: replica-drift" in end for end in ends), ends
         assert sentence.endswith(f"since step {AT}, now as replica-drift."), sentence
     events, _, compared = healthy
-    assert compared == 0
+    assert compared == 1  # the parameters, at a tenth of the interval
     assert [event for event in events if event["severity"] != "info"] == []
