@@ -110,7 +110,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/overhead.py": 90,
     "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
     "python benchmarks/paft.py --part bursts": 120,
-    "python benchmarks/parting.py --seeds 20 --healthy 20": 60,
+    "python benchmarks/parting.py --seeds 20 --healthy 40": 60,
     "python benchmarks/paft.py --part noise": 120,
     "python benchmarks/real_bugs.py --survey": 90,
     "python benchmarks/watching.py": 5,
