@@ -15,7 +15,6 @@ follows several rules, and is no evidence against any.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +91,9 @@ class LabelRulesTest(Detector):
         )
         named = tuple(odd.tolist()) if len(odd) < len(usual) else tuple(range(ranks))
         key, since = f"objective:rule:{named}", record.step - STEPS + 1
-        found = Finding(key, "objective-mismatch", "error", named, "loss", None, None, message, _REMEDY, since)
-        found = replace(found, effect=times)
+        found = Finding(
+            key, "objective-mismatch", "error", named, "loss", None, None, message, _REMEDY, since, effect=times
+        )
         return self._open if self._open is not None and self._open.key == key else found
 
 

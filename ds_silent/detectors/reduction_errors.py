@@ -213,19 +213,26 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
 def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
     world_size, findings = record.world_size, list[Finding]()
 
-    def add(key: str, ranks: tuple[int, ...], score: float | None, bound: float | None, text: str, remedy: str) -> None:
+    def add(
+        key: str,
+        ranks: tuple[int, ...],
+        score: float | None,
+        bound: float | None,
+        text: str,
+        remedy: str,
+        effects: tuple[str, ...] = (),
+    ) -> None:
         message, step = f"{text} (step {seen.step})", seen.step
         apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
         found = Finding(key, "aggregation-error", "error", ranks, APPLIED, score, bound, message, remedy, step, step)
-        findings.append(replace(found, effects=apart))
+        findings.append(replace(found, effects=(*apart, *effects)))
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
-        add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy)
         counts = f"unlike:counters:{seen.idle}"  # a step that was skipped is not counted
-        findings[-1] = replace(findings[-1], effects=(*findings[-1].effects, counts))
+        add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy, (counts,))
     if seen.changed:
         if seen.unlike:
             known = [factor for factor in seen.factors if factor is not None]

@@ -262,7 +262,9 @@ def on_any(flags: Tensor) -> bool:
     return bool((flags > 0).any())
 
 
-def replicas_compared(gathered: Gathered) -> bool:
-    """Tell whether every rank has sent the checksum of the same: of the whole replica, or of its parameters."""
+def replica_checksums(gathered: Gathered) -> Tensor | None:
+    """Return each rank's checksum, (N,), of the same: the whole replica, or its parameters. None if one is missing."""
     sent = gathered.reduced.replica_seen
-    return gathered.hashes is not None and on_all(sent) and bool((sent == sent[0]).all())
+    if gathered.hashes is None or not on_all(sent) or bool((sent != sent[0]).any()):
+        return None
+    return gathered.hashes[:, 0]

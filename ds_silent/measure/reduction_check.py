@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all, replicas_compared
+from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all, replica_checksums
 from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights, Pieces, explain, explain_micro_batches, own_weights
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -92,9 +92,8 @@ class ReductionChecker:
         examined = self.examine(gathered)
         check = examined.check
         micro_batches = self._diagnose(gathered, check)
-        replicas = told.replicas
-        if gathered.hashes is not None and replicas_compared(gathered):
-            replicas = parts_of(gathered.hashes[:, 0].tolist())
+        checksums = replica_checksums(gathered)
+        replicas = told.replicas if checksums is None else parts_of(checksums.tolist())
         applied = self._applied.check(gathered)
         self._previous = gathered.layer_aggregate
         self._applied.remember(gathered, alike=not examined.received)

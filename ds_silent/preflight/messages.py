@@ -115,14 +115,13 @@ def _shown(one: ItemOutcome, index: int) -> str:
 
 def own_parts(texts: Sequence[str]) -> list[str]:
     """Of values that are lists, what not all of them hold; a part that was cut is none, where another is left."""
+    whole = [_to_a_boundary(text) for text in texts]
     if len(texts) < 2 or not any(JOINT in text for text in texts):
-        return [_to_a_boundary(text) for text in texts]
+        return whole
     lists = [text.split(JOINT)[: -1 if len(text.encode()) >= TEXT_BYTES else None] for text in texts]
     common = set(lists[0]).intersection(*lists[1:])
     own = [[part for part in parts if part not in common] for parts in lists]
-    if not any(own):
-        return [_to_a_boundary(text) for text in texts]
-    return [JOINT.join(parts) or "none of these" for parts in own]
+    return [JOINT.join(parts) or "none of these" for parts in own] if any(own) else whole
 
 
 def _to_a_boundary(text: str) -> str:

@@ -26,7 +26,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveCall, unguarded
 from ds_silent.distributed.parts import Parts, majority, outvoted, parts_of_numbers
 from ds_silent.exchange.collectives import gather_on_host, same_on_all
-from ds_silent.exchange.observation import PARAMETERS, Gathered, replicas_compared
+from ds_silent.exchange.observation import PARAMETERS, Gathered, replica_checksums
 from ds_silent.kernels.checksums import Bits, Items, combined
 from ds_silent.records import Event
 
@@ -277,9 +277,9 @@ class ReplicaChecks:
 
     def differ(self, gathered: Gathered) -> bool:
         """Tell whether replicas were compared and differ."""
-        if self._replicas is None or gathered.hashes is None or not replicas_compared(gathered):
+        if self._replicas is None or (checksums := replica_checksums(gathered)) is None:
             return False
-        self._differ = bool((gathered.hashes[:, 0] != gathered.hashes[0, 0]).any())
+        self._differ = bool((checksums != checksums[0]).any())
         if not self._differ:
             self._replicas.equal()
         return self._differ
