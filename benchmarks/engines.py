@@ -68,7 +68,7 @@ def _sharded(model: Any, dtype: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16) if dtype == "bf16" else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -6,6 +6,7 @@
     python benchmarks/overhead.py --framework ddp      # or fsdp2
     python benchmarks/overhead.py --all --pairs 20
     python benchmarks/overhead.py --part pieces        # what one measured step pays for: see overhead_pieces
+    python benchmarks/overhead.py --device cuda --framework ddp --model 1B --dtype bf16 --length 2048 --ranks 8
 
 Between any two steps of a variant lies a plain step; each is compared with the plain steps right before and right after
 it, and the variants' order is drawn anew in every cycle, so a drift of the machine hits all alike. Hooks are put on and
@@ -16,6 +17,9 @@ times of a shared machine say little; the ratios and their intervals are the res
 Wall time is the slowest rank's, by the typical step (``paired.shift``). CPU time is that of all threads of all ranks,
 by the mean of all steps, so that what happens at few steps only is in it. What rank 0 judges beside the training is
 waited for before the clock is read: a training that goes on meanwhile pays less. Ctrl-C shows what is known by then.
+
+On a GPU one process is one of ``--ranks`` equal ranks (``mirror.py``): all that a rank does, and no network. The clock
+is read around ten steps at a time, the device is waited for at both ends, and within them only as a training waits.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
 with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
@@ -39,6 +43,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import mirror
 import overhead_pieces
 import torch
 import torch.distributed as dist
@@ -54,10 +59,14 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
+from ds_silent import device
 
 BATCH = 4
 REPLICATED = ("deepspeed", "ddp")
-PARTS, DTYPES = ("pairs", "pieces"), ("fp32", "bf16")
+PARTS, DTYPES, DEVICES = ("pairs", "pieces"), ("fp32", "bf16"), ("cpu", "cuda")
+STEPS = {"cpu": 1, "cuda": 10}  # between two looks at the clock
+MODELS = {"20M": (384, 8, 6, 3), "110M": (768, 12, 12, 4), "1B": (2048, 16, 32, 8)}
+"""Width, layers, heads, heads of keys and values; by the number of parameters, nearly."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Settings:
     precision: float = 0.0  # half width of the noise floor's interval
     framework: str = "deepspeed"
     part: str = "pairs"
+    device: str = "cpu"
+    model: str = "20M"
 
 
 Block = dict[str, Any]
@@ -143,15 +154,16 @@ VARIANTS: dict[str, Variant] = {
 COMMON = ("ds_silent, interval 1", "ds_silent, interval 10")
 
 
-def model_shape() -> LlamaConfig:
-    """About 20 M parameters."""
+def model_shape(name: str = "20M") -> LlamaConfig:
+    """One of :data:`MODELS`."""
+    width, layers, heads, pairs = MODELS[name]
     return LlamaConfig(
         vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=pairs,
         attention_bias=True,
         tie_word_embeddings=True,
     )
@@ -159,25 +171,31 @@ def model_shape() -> LlamaConfig:
 
 def build(settings: Settings) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(model_shape())
+    with torch.device(settings.device):
+        model = LlamaForCausalLM(model_shape(settings.model))
     if settings.framework == "deepspeed":
         return deepspeed_engine(model, settings.stage, settings.dtype, BATCH)
     return TorchEngine(model, settings.framework, settings.dtype)
 
 
 def step(engine: Any, tokens: torch.Tensor, finish: Callable[[], None] | None = None) -> tuple[float, float]:
-    """Seconds of one optimizer step: on the clock, and of this process's CPU.
+    """Seconds of one optimizer step (of :data:`STEPS` on a GPU): on the clock, and of this process's CPU.
 
     ``finish``: waits for what goes on beside the training, which else the plain step after it would pay for.
     """
     dist.barrier()
+    steps = STEPS[tokens.device.type]
+    waits = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+    waits()
     started, worked = time.perf_counter(), time.process_time()
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
+    for _ in range(steps):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
     if finish is not None:
         finish()
-    return time.perf_counter() - started, time.process_time() - worked
+    waits()
+    return (time.perf_counter() - started) / steps, (time.process_time() - worked) / steps
 
 
 def tensor_bytes() -> int:
@@ -223,9 +241,13 @@ def worker(rank: int, settings: Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reports
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # one rank's console is enough
-    dist.init_process_group(
-        "gloo", init_method=f"file://{settings.directory}/rendezvous", rank=rank, world_size=settings.ranks
-    )
+    if settings.device == "cuda":
+        torch.set_float32_matmul_precision("high")  # as trainings on GPUs do
+        mirror.register()
+        dist.init_process_group("mirror", store=dist.HashStore(), rank=rank, world_size=settings.ranks)
+    else:
+        rendezvous = f"file://{settings.directory}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=settings.ranks)
     if settings.framework == "deepspeed":
         import deepspeed
 
@@ -233,7 +255,8 @@ def worker(rank: int, settings: Settings) -> None:
     bar = tqdm(total=settings.pairs, unit="cycle", desc="building the model", disable=rank != 0)
     engine = build(settings)
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
-    for _ in range(3):
+    tokens = tokens.to(settings.device)
+    for _ in range(3 if settings.device == "cpu" else 1):
         step(engine, tokens)
     if settings.part == "pieces":
         bar.close()
@@ -253,7 +276,9 @@ def measure_pairs(engine: Any, tokens: torch.Tensor, settings: Settings, bar: An
         chosen = VARIANTS[name]
         variants[name] = chosen.other or observed(name, chosen.block or {})
         before = tensor_bytes()
-        for _ in range(3):  # files, first pictures, plans and caches: once per training, not per step
+        for _ in range(
+            3 if settings.device == "cpu" else 1
+        ):  # files, first pictures, plans and caches: once, not per step
             with variants[name](engine, settings) as finish:
                 step(engine, tokens, finish)
         extra[name] = tensor_bytes() - before
@@ -322,12 +347,18 @@ def trained(settings: Settings) -> str:
     return f"{settings.dtype}, {trainer}, batch {BATCH} x {settings.length}"
 
 
+def ranks_of(settings: Settings) -> str:
+    """How many, and where."""
+    here = f"{settings.ranks} ranks x 1 thread"
+    return f"one of {settings.ranks} ranks on a {device.model_name()}" if settings.device == "cuda" else here
+
+
 def report(settings: Settings, result: dict[str, Any]) -> None:
     count = sum(len(pairs["wall"]) for pairs in result["pairs"][FLOOR].values())
     title = (
-        f"{settings.ranks} ranks x 1 thread, {result['parameters'] / 1e6:.1f} M parameters, {trained(settings)}; "
+        f"{ranks_of(settings)}, {result['parameters'] / 1e6:.1f} M parameters, {trained(settings)}; "
         f"{count} pairs of steps per variant; "
-        f"plain step {1e3 * statistics.median(result['plain']):.0f} ms"
+        f"plain step {1e3 * statistics.median(result['plain']):.1f} ms"
     )
     table = Table(title=title, caption="added to a plain step (95 % interval)")
     for column in ("variant", "wall time, typical step", "CPU time of all ranks, mean", "standing tensors, MiB"):
@@ -371,7 +402,8 @@ def chosen_variants(ranks: int, parts: list[str], everything: bool, framework: s
 def ended(settings: Settings) -> bool:
     """Start the ranks and wait for their end; False where Ctrl-C came before it."""
     try:
-        started = multiprocessing.spawn(worker, args=(settings,), nprocs=settings.ranks, join=False)
+        processes = settings.ranks if settings.device == "cpu" else 1
+        started = multiprocessing.spawn(worker, args=(settings,), nprocs=processes, join=False)
         while not started.join():
             pass
     except KeyboardInterrupt:
@@ -398,9 +430,11 @@ def main(
     part: Annotated[
         str, typer.Option(help="pairs: the variants beside plain steps; pieces: of one measured step, all that it does")
     ] = "pairs",
+    place: Annotated[str, typer.Option("--device", help="cpu, or cuda: one of the ranks, see above")] = "cpu",
+    model: Annotated[str, typer.Option(help="number of parameters: 20M, 110M or 1B")] = "20M",
 ) -> None:
     """Measure the added time of each variant against plain training."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", place)
     os.environ["OMP_NUM_THREADS"] = "1"
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds: a log needs fewer lines
@@ -408,6 +442,12 @@ def main(
         raise typer.BadParameter(f"--framework must be one of {', '.join(FRAMEWORKS)}, got {framework!a}")
     if part not in PARTS:
         raise typer.BadParameter(f"--part must be one of {', '.join(PARTS)}, got {part!a}")
+    if place not in DEVICES:
+        raise typer.BadParameter(f"--device must be one of {', '.join(DEVICES)}, got {place!a}")
+    if place == "cuda" and (framework == "deepspeed" or not torch.cuda.is_available()):
+        raise typer.BadParameter("--device cuda is for ddp and fsdp2, and needs a GPU that torch can use")
+    if model not in MODELS:
+        raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, got {model!a}")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!a}")
     if part == "pieces" and (variant or everything):
@@ -415,11 +455,23 @@ def main(
     variants = chosen_variants(ranks, variant or [], everything, framework) if part == "pairs" else ()
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(
-            ranks, stage, dtype, length, directory, variants, pairs, 60 * minutes, precision / 100, framework, part
+            ranks,
+            stage,
+            dtype,
+            length,
+            directory,
+            variants,
+            pairs,
+            60 * minutes,
+            precision / 100,
+            framework,
+            part,
+            place,
+            model,
         )
         whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else "pieces-0.json")
         if result.exists() and part == "pieces":
-            overhead_pieces.report(directory, f"{ranks} ranks x 1 thread, {trained(settings)}")
+            overhead_pieces.report(directory, f"{ranks_of(settings)}, {trained(settings)}")
         elif result.exists():
             report(settings, json.loads(result.read_text()))
         if not whole:

@@ -110,6 +110,13 @@ def pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
 
+def placed(values: Tensor, device: torch.device) -> Tensor:
+    """Return ``values`` on a device; from the host by pinned memory, so that the host does not wait."""
+    if values.device.type == "cpu" and device.type not in ("cpu", "meta"):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
 class ReadLater:
     """Bring a few numbers to the host without waiting for the device; :attr:`ready` asks whether they are there."""
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_silent.device import placed
 from ds_silent.kernels.host import compiled
 from ds_silent.kernels.launches import Launch, Reader, Segment, Slots, choice
 from ds_silent.maths.mixing import ROW, keys_of, word_keys
@@ -145,19 +146,18 @@ class FusedChecksums:
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Taken | None:
         """Read each tensor that is contiguous, aligned, and of whole groups of 32 bytes; nobody waits for it."""
-        bits = {
-            index: tensor.detach().reshape(-1).view(torch.int32)
-            for index, tensor in enumerate(tensors)
-            if tensor is not None and self._takes(tensor)
-        }
-        which = tuple(bits)
+        taken = {place: one for place, one in enumerate(tensors) if one is not None and self._takes(one)}
+        which = tuple(taken)
         if self._refused or not which:
             return None
+        first, *rest = taken.values()
+        # the first says of which dtype all are read, the others only where they lie
+        read = [first.detach().reshape(-1).view(torch.int32), *rest]
         if which not in self._planned:
             self._planned[which] = self._plan(which)
         launch, mask = self._planned[which]
         try:
-            self._reader(launch, list(bits.values()), None, Slots(checks=self._checks))
+            self._reader(launch, read, None, Slots(checks=self._checks))
         except Exception as error:  # a launch that fails has written nothing
             self._refused = True
             logger.warning("checksums are made by torch from now on: Triton's kernel failed (%s)", type(error).__name__)
@@ -182,7 +182,7 @@ class Bits:
 
     def __init__(self) -> None:
         self._sizes: tuple[tuple[int, torch.device], ...] = ()
-        self._plans: list[tuple[list[int], Checksums]] = []
+        self._plans: list[tuple[list[int], Tensor, Checksums]] = []  # which ones, the same on the first's device
 
     def __call__(self, items: Items) -> Tensor:
         """Return them on the first tensor's device."""
@@ -192,13 +192,13 @@ class Bits:
             self._sizes, self._plans = sizes, []
             for device in dict.fromkeys(device for _, device in sizes):
                 places = [place for place, (_, own) in enumerate(sizes) if own == device]
-                self._plans.append((places, Checksums([sizes[place][0] for place in places], device)))
+                there = placed(torch.tensor(places), tensors[0].device)
+                self._plans.append((places, there, Checksums([sizes[place][0] for place in places], device)))
         if len(self._plans) == 1:
-            return self._plans[0][1](tensors)
+            return self._plans[0][2](tensors)
         values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-        for places, checksums in self._plans:
-            found = checksums([tensors[place] for place in places])
-            values[torch.tensor(places, device=values.device)] = found.to(values.device)
+        for places, there, checksums in self._plans:
+            values[there] = placed(checksums([tensors[place] for place in places]), values.device)
         return values
 
 

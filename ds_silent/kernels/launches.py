@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import ConfigError
-from ds_silent.device import module_of
+from ds_silent.device import module_of, placed
 from ds_silent.kernels.host import NotCompiled, compiled
 from ds_silent.maths.mixing import PAIR, ROW, keys_of, word_keys
 from ds_silent.maths.sketch import SHIFTS, SketchPlan, make_plan
@@ -134,6 +134,8 @@ class Reader:
         self._keys = torch.cat([word_keys()[::2], keys_of(max(keys, 1))]).to(self._device)
         self._nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._addresses: dict[Launch, tuple[tuple[int, ...], Tensor]] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}  # None in Triton's interpreter
+        self._keeps = True
 
     def launch(self, segments: Sequence[Segment]) -> Launch:
         """Plan a launch of these segments; it adds those of one table in this order."""
@@ -184,40 +186,63 @@ class Reader:
         """
         kernel, many = self._kernel, len(values) > 1
         first, before = values[0], values[0] if previous is None else previous
-        aligned = launch.aligned and all(tensor.data_ptr() % 16 == 0 for tensor in (*values, before))
+        whole = [tensor.data_ptr() % 16 == 0 for tensor in (*values, before)]
         nothing, checking = self._nothing, slots.checks is not None
+        arguments = (
+            first,
+            before,
+            self._addresses_of(launch, values) if many else nothing,
+            launch.segments,
+            launch.programs,
+            launch.order,
+            self._words,
+            nothing if tables is None else tables,
+            nothing if slots.squares is None else slots.squares,
+            nothing if slots.checks is None else slots.checks,
+            self._keys,
+            weight,
+            0 if tables is None else tables.shape[-1],
+        )
+        constants = (
+            self.plan.width,
+            SHIFTS,
+            ROW,
+            PAIR,
+            kernel.ROWS,
+            kernel.STEP_ROWS[4 if checking else max(first.element_size(), before.element_size())],
+            kernel.OCTETS,
+            kernel.SPLITS,
+            many,
+            previous is not None,
+            launch.aligned and all(whole),
+            tables is not None,
+            slots.squares is not None,
+            checking,
+        )
+        self._launch(
+            (launch.programs.shape[0], 1, 1),
+            (first.dtype, before.dtype, whole[0], whole[-1], arguments[-1], *constants),
+            (*arguments, *constants),
+        )
+
+    def _launch(self, grid: tuple[int, int, int], key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        """Launch by what Triton has compiled for such arguments: finding that anew takes longer than the launch.
+
+        Args:
+            key: whatever the machine code depends on.
+        """
         with _on(self._device):
-            kernel.read[(len(launch.programs),)](
-                first,
-                before,
-                self._addresses_of(launch, values) if many else nothing,
-                launch.segments,
-                launch.programs,
-                launch.order,
-                self._words,
-                nothing if tables is None else tables,
-                nothing if slots.squares is None else slots.squares,
-                nothing if slots.checks is None else slots.checks,
-                self._keys,
-                weight,
-                0 if tables is None else tables.shape[-1],
-                WIDTH=self.plan.width,
-                SHIFTS=SHIFTS,
-                WORDS_ROW=ROW,
-                PAIR=PAIR,
-                ROWS=kernel.ROWS,
-                STEP=kernel.STEP_ROWS[4 if checking else max(first.element_size(), before.element_size())],
-                OCTETS=kernel.OCTETS,
-                SPLITS=kernel.SPLITS,
-                MANY=many,
-                PREVIOUS=previous is not None,
-                ALIGNED=aligned,
-                SKETCH=tables is not None,
-                SQUARE=slots.squares is not None,
-                CHECK=checking,
-                num_warps=kernel.WARPS,
-                maxnreg=kernel.REGISTERS,
-            )
+            if self._compiled.get(key) is not None:
+                try:
+                    self._compiled[key][grid](*arguments)
+                    return
+                except TypeError:  # Triton before 3.3 takes no constants there, and has launched nothing
+                    self._keeps = False
+                    self._compiled.clear()
+            options = {"num_warps": self._kernel.WARPS, "maxnreg": self._kernel.REGISTERS}
+            compiled = self._kernel.read[grid](*arguments, **options)
+            if self._keeps:
+                self._compiled[key] = compiled
 
     def _addresses_of(self, launch: Launch, values: Sequence[Tensor]) -> Tensor:
         """int64 (n,) on the device; most tensors stay where they are from step to step."""
@@ -227,16 +252,17 @@ class Reader:
         return self._addresses[launch][1]
 
     def _there(self, values: object, dtype: torch.dtype) -> Tensor:
-        """Copy to the device; from pinned memory, so that the host does not wait."""
-        host = torch.as_tensor(np.asarray(values), dtype=dtype)
-        if self._device.type in _HOST:
-            return host.to(self._device)
-        return host.pin_memory().to(self._device, non_blocking=True)
+        """Copy to the device."""
+        return placed(torch.as_tensor(np.asarray(values), dtype=dtype), self._device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the process's current device."""
-    return contextlib.nullcontext() if device.type in _HOST else module_of(device.type).device(device)
+    """Triton launches on the thread's current device, which is this one nearly always."""
+    module = None if device.type in _HOST else module_of(device.type)
+    if module is None or module.current_device() == device.index:
+        return contextlib.nullcontext()
+    there: contextlib.AbstractContextManager[object] = module.device(device)
+    return there
 
 
 def _touched(low: int, high: int, width: int, columns: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -29,7 +29,7 @@ from ds_silent.maths.sketch import SHIFT
 ROWS = 8  # of a tile: as many as one 64-bit word has signs for; tiles are shared out to programs
 STEP_ROWS = {4: 4, 2: 8}  # by the bytes of an element: rows loaded at once, 128 bytes a thread; 4 with checksum
 OCTETS = 64  # of a tile: 512 columns
-SPLITS = 2  # programs that share a table's columns, each with a table of its own; more programs hide more latency
+SPLITS = 3  # programs that share a table's columns, each with a table of its own; more programs hide more latency
 WARPS = 2  # 8 elements a thread: a 16-byte load per row of 16-bit elements
 REGISTERS = 160  # a thread may have: without a bound the assembler may spill for the sake of more warps
 

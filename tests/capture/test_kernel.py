@@ -20,12 +20,16 @@ from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 CPU = torch.device("cpu")
 
 
-def test_numbers_in_the_interpreter() -> None:
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("interpreted", [True, pytest.param(False, marks=on_a_gpu)])
+def test_numbers(interpreted: bool) -> None:
     """In a process of its own, see there."""
     pytest.importorskip("triton")
-    file = Path(__file__).with_name("interpreted_kernel.py")
+    file = Path(__file__).with_name("kernel_numbers.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(file)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 40

@@ -1,10 +1,12 @@
-"""The kernel in Triton's interpreter, on CPU tensors, against the sketch's formula in float64.
+"""The kernel against the sketch's formula in float64: in Triton's interpreter, on CPU tensors, or on a GPU.
 
 ``test_kernel.py`` runs this file in a process of its own: what the interpreter takes must be so before Triton is
 imported, and other tests may have imported it.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ds_silent.kernels.checksums import Checksums, checksum
 from ds_silent.kernels.launches import Reader, Segment, Slots
 from ds_silent.maths import sketch
 
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 SIZE, WIDTH = 256, 2008
 ROUNDING = 3e-7  # of fp32 sums of some thousand elements, over their norm
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,30 +36,30 @@ PLACES = [
 
 
 def random(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def oracle(plan: sketch.SketchPlan, values: Tensor, begin: int) -> Tensor:
     """(T,) float64: the columns of the definition, before they are folded."""
     place = torch.arange(begin, begin + len(values))
     row, column = place // plan.width, place % plan.width
-    signed = plan.signs.double()[8 * (row % 65_536) + column] * values.double()
+    signed = plan.signs.cpu().double()[8 * (row % 65_536) + column] * values.cpu().double()
     return torch.zeros(plan.width, dtype=torch.float64).index_add_(0, column, signed)
 
 
 def new_slots(reader: Reader, count: int) -> Slots:
-    return Slots(torch.zeros(count, reader.splits * reader.blocks))
+    return Slots(torch.zeros(count, reader.splits * reader.blocks, device=DEVICE))
 
 
 def columns_of(plan: sketch.SketchPlan, tables: Tensor) -> Tensor:
     """(T,) float64, and nothing behind them."""
     assert not tables[:, plan.width :].any()
-    return tables.double().sum(0)[: plan.width]
+    return tables.cpu().double().sum(0)[: plan.width]
 
 
 @pytest.fixture(scope="module")
 def plan() -> sketch.SketchPlan:
-    return sketch.make_plan(64 * WIDTH, SIZE)
+    return sketch.make_plan(64 * WIDTH, SIZE, DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +87,12 @@ def test_signs_are_those_of_the_plan_bit_for_bit(plan: sketch.SketchPlan, reader
     for row in (0, 1, 7, 8, 13):
         tables = plan.new_tables(reader.splits)
         launch = reader.launch([Segment(row * WIDTH, (row + 1) * WIDTH, 0, 0)])
-        reader(launch, [torch.ones(WIDTH)], tables, Slots())
+        reader(launch, [torch.ones(WIDTH, device=DEVICE)], tables, Slots())
         assert torch.equal(tables.sum(0)[:WIDTH], plan.signs[8 * row : 8 * row + WIDTH])
 
 
 def test_signs_begin_again_behind_their_last_shift() -> None:
-    plan = sketch.make_plan(65_544 * WIDTH, SIZE)
+    plan = sketch.make_plan(65_544 * WIDTH, SIZE, DEVICE)
     reader = Reader(plan)
     values, tables = random(9 * WIDTH, torch.float32), plan.new_tables(reader.splits)
     begin = 65_531 * WIDTH + 80
@@ -151,11 +154,11 @@ def test_elements_that_are_not_finite_reach_sketch_and_norm(
 def test_checksum_of_the_same_read(plan: sketch.SketchPlan, reader: Reader, dtype: torch.dtype) -> None:
     """At any aligned place of the long vector, with and without sketch."""
     numel = 8192 * 8 // dtype.itemsize + 24  # a row of the checksum and a little more
-    values = torch.arange(numel, dtype=torch.int32) if dtype == torch.int32 else random(numel, dtype)
+    values = torch.arange(numel, dtype=torch.int32, device=DEVICE) if dtype == torch.int32 else random(numel, dtype)
     for begin, sketching in ((0, True), (2016, False)):
         if dtype == torch.int32 and sketching:
             continue
-        slots = Slots(checks=torch.zeros(1, reader.splits * reader.blocks, dtype=torch.int64))
+        slots = Slots(checks=new_slots(reader, 1).squares.to(torch.int64))
         tables = plan.new_tables(reader.splits) if sketching else None
         reader(reader.launch([Segment(begin, begin + numel, 0, 0)]), [values], tables, slots)
         assert int(slots.checks.sum()) == int(checksum(values))
@@ -198,7 +201,7 @@ def test_many_tensors_in_one_launch_are_the_sum_of_single_ones(plan: sketch.Sket
 
 def both(numels: list[int], by_layer: bool) -> tuple[Accumulator, FusedAccumulator]:
     offsets, total = sketch.offsets_of(numels)
-    plan, groups = sketch.make_plan(total, SIZE), [number % 3 for number in range(len(numels))]
+    plan, groups = sketch.make_plan(total, SIZE, DEVICE), [number % 3 for number in range(len(numels))]
     return Accumulator(plan, offsets, numels, groups, by_layer), FusedAccumulator(
         plan, offsets, numels, groups, by_layer
     )
@@ -228,7 +231,7 @@ def test_the_accumulator_tells_the_same_with_and_without_the_kernel(by_layer: bo
                 each.add(3, random(640, bf16, 3), weight=-1.0, square=False)
                 each.add(4, random(1000, torch.float32, step), start=24)
                 each.add(4, random(3072, torch.float32, step), start=1024, sketching=False)
-                each.add(4, torch.empty(0), start=8)
+                each.add(4, torch.empty(0, device=DEVICE), start=8)
             first, second = plain.peek(), fused.peek()
             torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
             (sketches, squares), (ours, our_squares) = plain.take(), fused.take()
@@ -262,8 +265,8 @@ def test_a_launch_that_fails_leaves_the_rest_to_torch(monkeypatch: pytest.Monkey
 def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first launch was tried, and gave what it must."""
     monkeypatch.setenv(launches.VARIABLE, "triton")
-    assert launches.choice(torch.device("cpu")) == ("triton", "Triton's kernel")
-    plan = sketch.make_plan(100, SIZE)
+    assert launches.choice(DEVICE) == ("triton", "Triton's kernel")
+    plan = sketch.make_plan(100, SIZE, DEVICE)
     assert type(new_accumulator(plan, [0], [100])) is FusedAccumulator
 
 
@@ -275,17 +278,18 @@ def test_checksums_of_a_list_are_those_of_torch(monkeypatch: pytest.MonkeyPatch)
         random(999, torch.float32),
         None,
         random(640, torch.float32).view(20, 32).T,
-        torch.arange(64),
-        torch.arange(64) > 30,
+        torch.arange(64, device=DEVICE),
+        torch.arange(64, device=DEVICE) > 30,
         random(33, torch.bfloat16)[1:],
     ]
     sizes = [0 if tensor is None else tensor.numel() * tensor.element_size() for tensor in tensors]
-    right = Checksums(sizes, torch.device("cpu"))(tensors)
+    monkeypatch.setenv(launches.VARIABLE, "torch")
+    right = Checksums(sizes, DEVICE)(tensors)
     monkeypatch.setenv(launches.VARIABLE, "triton")
-    together = Checksums(sizes, torch.device("cpu"))
+    together = Checksums(sizes, DEVICE)
     for _ in range(2):
         assert torch.equal(together(tensors), right)
     assert together._together(tensors).which == {0, 1, 5, 6}
     assert not torch.equal(together([None, *tensors[1:]]), right)
     whole = [tensors[0], tensors[1]]
-    assert torch.equal(Checksums(sizes[:2], torch.device("cpu"))(whole), right[:2])
+    assert torch.equal(Checksums(sizes[:2], DEVICE)(whole), right[:2])
