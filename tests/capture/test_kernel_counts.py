@@ -93,11 +93,12 @@ class Launches:
     def __init__(self) -> None:
         self.count, self.bytes = 0, 0
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(values: Tensor, previous: Tensor, *args: Any, **switches: Any) -> None:
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            *_, square, _ = arguments
             self.count += 1
             self.bytes += grid[0] * 512 * 4 * 2  # each program's columns of a table: added to
-            self.bytes += grid[0] * 4 if switches["SQUARE"] else 0
+            self.bytes += grid[0] * 4 if square else 0
 
         return launch
 
@@ -122,7 +123,7 @@ def test_of_the_kernel_from_hooks(launched: Launches) -> None:
     assert counted.kernels == 0  # nothing beside the launches
     assert launched.count == 2 * len(NUMELS)
     beside = launched.bytes / 2
-    assert beside <= 0.17 * 2 * sum(NUMELS)
+    assert beside <= 0.23 * 2 * sum(NUMELS)
 
 
 def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
@@ -134,4 +135,4 @@ def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
         accumulator.add_all(parts)
     assert accumulator.refused is None
     assert launched.count == 2 * 41
-    assert launched.bytes / 2 <= 0.05 * 2 * sum(NUMELS)
+    assert launched.bytes / 2 <= 0.073 * 2 * sum(NUMELS)

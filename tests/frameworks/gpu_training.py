@@ -87,7 +87,7 @@ def engine_of(framework: str, dtype: str, block: dict[str, Any] | None, loader: 
 
 
 class Waits:
-    """Where the package makes the host wait for the device, once all has come once: replicas are compared at step 10."""
+    """Where the package makes the host wait for the device, once replicas have been compared."""
 
     def __init__(self) -> None:
         self.step = 0
