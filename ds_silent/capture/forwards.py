@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
-from ds_silent.capture.loss_origin import is_a_mean
+from ds_silent.capture.loss_origin import reduction_near
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
 from ds_silent.rules.language_models import shifts_labels
@@ -166,4 +166,6 @@ def times_its_share(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor | No
 
 def mean_of(loss: Tensor, factor: Tensor | None) -> Tensor:
     """Return a forward's loss, given with its graph, as the mean over the micro-batch's own tokens; without a graph."""
-    return loss.detach() if factor is None or is_a_mean(loss) else loss.detach() * factor
+    if factor is None or reduction_near(loss) == 1:
+        return loss.detach()
+    return loss.detach() * factor

@@ -1,19 +1,23 @@
-"""Find a forward's loss again in the root, the tensor that a backward begins with.
+"""Read what autograd has recorded above a loss: is it a forward's, a mean, a share, made of other ranks' rows?
 
 comes_of(root, made_by(loss))                # root is a forward's loss, or computed from it
 is_share(root, made_by(loss), parts=4)       # the script has divided it by the number of micro-batches
-is_a_mean(loss)                              # the function that made it took the mean
+reduction_near(loss)                         # the function that made it added up, or took the mean
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 NEAR = 16  # nodes between a forward's loss and the root: a division, a cast, the sum with another loss
+NODES = 256  # from the root down where a collective is looked for: it stands before the loss, not deep in the model
+BACKWARDS = 8  # whose graph is searched for one
 Made = tuple[int, int]
 """The operation that made a tensor: its number in this thread, and which output the tensor is."""
 
@@ -55,21 +59,46 @@ def is_share(root: Tensor, made: Made | None, parts: int) -> bool:
     return divisor.numel() == 1 and divisor.device.type == "cpu" and float(divisor) == parts
 
 
-def is_a_mean(loss: Tensor) -> bool:
-    """Tell whether the first torch loss near the root took the mean; False if there is none."""
-    return reduction_near(loss) == 1
-
-
 def reduction_near(loss: Tensor) -> int | None:
     """Return the reduction of the first torch loss near the root: 0 none, 1 mean, 2 sum; None if there is no loss."""
-    waiting = [loss.grad_fn]
-    for _ in range(NEAR):
-        node = waiting.pop(0) if waiting else None
-        reduction = getattr(node, "_saved_reduction", None)  # of NllLossBackward0 and the like
-        if reduction is not None:
-            return int(reduction)
-        waiting += [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
-    return None
+    saved = (getattr(node, "_saved_reduction", None) for node in islice(_operations(loss), NEAR))
+    return next((int(reduction) for reduction in saved if reduction is not None), None)  # of NllLossBackward0 and such
+
+
+class Crossing:
+    """Find whether losses are made of other ranks' rows: a gather with a gradient, as in a contrastive loss.
+
+    The gradient of such a rank holds what the others' losses say of its rows, so one rank's fault changes all
+    gradients. Only the first backwards are read: a script's losses are alike at all steps.
+    """
+
+    def __init__(self) -> None:
+        self.found, self._looked = False, 0
+
+    def look(self, root: Any) -> None:
+        """Read the graph of ``root`` as its backward begins; nothing of it is kept."""
+        if not self.found and self._looked < BACKWARDS:
+            self._looked += 1
+            self.found = any(_gathers(node) for node in islice(_operations(root), NODES))
+
+
+def _gathers(node: Any) -> bool:
+    """Tell whether an operation is one of torch's collectives with a gradient."""
+    of_torch = getattr(getattr(type(node), "_forward_cls", None), "__module__", "") == "torch.distributed.nn.functional"
+    return of_torch or "_c10d_functional" in node.name()  # torch.distributed._functional_collectives, since torch 2.13
+
+
+def _operations(root: Any) -> Iterator[Any]:
+    """Yield each operation that ``root`` was made by, the nearest first."""
+    waiting = deque([getattr(root, "grad_fn", None)])
+    met = {None, *waiting}
+    while waiting:
+        node = waiting.popleft()
+        if node is not None:
+            yield node
+            inner = {one: None for one, _ in node.next_functions if one not in met}
+            met.update(inner)
+            waiting.extend(inner)
 
 
 def made_of(node: Any, place: int) -> list[tuple[Any, int]]:

@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_silent.capture.crossing import Crossing
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
-from ds_silent.capture.loss_origin import Made, made_by
+from ds_silent.capture.loss_origin import Crossing, Made, made_by
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
