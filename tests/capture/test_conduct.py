@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.capture.settings_check import MOST_QUESTIONS, differing
+from ds_silent.drill.verdicts import alarms
 from ds_silent.exchange.observation import Code
 from ds_silent.preflight.inventory import dropout_modules, generator_items
 from ds_silent.preflight.messages import verdict as verdict_of
@@ -219,10 +220,6 @@ def train(cases: tuple[Case, ...], ranks: int) -> list[tuple[Case, list[dict[str
     with tempfile.TemporaryDirectory() as directory:
         done = run_distributed(_train_all, ranks, (cases, directory), timeout=300)[0]
     return [(case, *one) for case, one in zip(cases, done, strict=True)]
-
-
-def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [event for event in events if event["severity"] != "info"]
 
 
 TOLD = {

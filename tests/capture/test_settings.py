@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.local_settings import Autocast
+from ds_silent.drill.verdicts import alarms
 from ds_silent.patches import Patches
 from ds_silent.preflight.messages import own_parts
 from ds_silent.preflight.settings import WINDOW, Numbers, counters_of, settings_of
@@ -157,10 +158,6 @@ def train(cases: tuple[Case, ...], ranks: int) -> list[tuple[Case, list[dict[str
     with tempfile.TemporaryDirectory() as directory:
         done = run_distributed(_train_all, ranks, (cases, directory), timeout=300)[0]
     return list(zip(cases, done, strict=True))
-
-
-def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [event for event in events if event["severity"] != "info"]
 
 
 TOLD = {  # step, where, words

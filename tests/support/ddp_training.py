@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
-from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.training import Case, Trace, oracle_step
+from ds_silent.practice.probe import DTYPES, Probe
+from tests.support.training import Case, Trace, batches_of, oracle_step, trace_of, whole
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,6 @@ def build_fsdp2(case: FSDP2Case) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """A clone of a parameter, of all ranks' shards. A collective."""
-    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return full.detach().clone()
-
-
 def build(case: DDPCase) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(1234)
     model = Probe(case.checkpointing).to(DTYPES[case.dtype])
@@ -93,20 +86,17 @@ def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle
     sharded = isinstance(case, FSDP2Case)
     ddp, optimizer = build_fsdp2(case) if sharded else build(case)
     module = ddp if sharded else ddp.module
-    copy, rank = Probe(None), dist.get_rank()
+    copy = Probe(None)
     observer = None
     if enabled:
         block = case.block(output_dir)
         observer = ds_silent.attach(ddp, block, optimizer=optimizer, accumulation=case.accumulation)
         assert observer is not None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if case.scaled else None
-    generator = torch.Generator().manual_seed(99 + rank)
+    generator = torch.Generator().manual_seed(99 + dist.get_rank())
     losses, expected = [], []
     for step in range(steps):
-        batches = [
-            (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), skips(case, rank, micro))
-            for micro in range(case.accumulation)
-        ]
+        batches = batches_of(case, generator)
         if oracle:
             expected.append(oracle_step([whole(p) for p in module.parameters()], copy, batches, case, step + 1))
 
@@ -136,28 +126,7 @@ def train_ddp(case: DDPCase, output_dir: Path, steps: int, enabled: bool, oracle
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-    records: tuple[dict[str, Any], ...] = ()
-    events: tuple[dict[str, Any], ...] = ()
-    layers: tuple[dict[str, Any], ...] = ()
     if observer is not None:
         observer.close()
-        if rank == 0:
-            records = tuple(read_metrics(output_dir / "metrics.jsonl"))
-            events = tuple(read_events(output_dir / "events.jsonl"))
-            if case.per_layer:
-                import json
-
-                layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
-    states = [item for state in optimizer.state.values() for item in sorted(state.items())]
-    state = hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, whole(value)))
-    truth = tuple(each for each in expected if each)
-    weights = hash_of(whole(parameter) for parameter in module.parameters())
-    return Trace(weights, state, tuple(losses), records, truth, layers, events)
-
-
-def skips(case: Case, rank: int, micro: int) -> bool:
-    if case.unused == "rank":
-        return rank % 2 == 1
-    if case.unused == "micro":
-        return micro == case.accumulation - 1
-    return False
+    output = output_dir if enabled else None
+    return trace_of(case, output, module.parameters(), optimizer.state.values(), losses, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import ds_silent
 from ds_silent.drill.megatron_on_cpu import parallel
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
-from ds_silent.sinks.jsonl import read_events, read_metrics
+from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from megatron_gpt import GptShape, gpt_models, take_step
-from tests.support.ddp_training import skips
-from tests.support.training import Case, Trace, oracle_step
+from tests.support.training import Case, Trace, batches_of, oracle_step, trace_of
 
 
 @dataclass(frozen=True)
@@ -85,19 +81,16 @@ def train_megatron(case: MegatronCase, output_dir: Path, steps: int, enabled: bo
 
 def _train(case: MegatronCase, output_dir: Path, steps: int, enabled: bool, oracle: bool) -> Trace:
     chunk, optimizer = build(case)
-    copy, rank = Probe(None), dist.get_rank()
+    copy = Probe(None)
     observer = None
     if enabled:
         block = case.block(output_dir)
         observer = ds_silent.attach([chunk], block, optimizer=optimizer, accumulation=case.accumulation)
         assert observer is not None
-    generator = torch.Generator().manual_seed(99 + rank)
+    generator = torch.Generator().manual_seed(99 + dist.get_rank())
     losses, expected = [], []
     for step in range(steps):
-        batches = [
-            (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), skips(case, rank, micro))
-            for micro in range(case.accumulation)
-        ]
+        batches = batches_of(case, generator)
         if oracle:
             scale = float(optimizer.get_loss_scale())
             weights = [parameter.detach().clone() for parameter in chunk.module.parameters()]
@@ -111,22 +104,11 @@ def _train(case: MegatronCase, output_dir: Path, steps: int, enabled: bool, orac
         optimizer.step()
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
-    records: tuple[dict[str, Any], ...] = ()
-    events: tuple[dict[str, Any], ...] = ()
-    layers: tuple[dict[str, Any], ...] = ()
     if observer is not None:
         observer.close()
-        if rank == 0:
-            records = tuple(read_metrics(output_dir / "metrics.jsonl"))
-            events = tuple(read_events(output_dir / "events.jsonl"))
-            if case.per_layer:
-                layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
-    inner = [each.optimizer for each in optimizer.chained_optimizers]
-    states = [item for each in inner for state in each.state.values() for item in sorted(state.items())]
-    state = hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, value))
-    weights_hash = hash_of(parameter.detach() for parameter in chunk.module.parameters())
-    truth = tuple(each for each in expected if each)
-    return Trace(weights_hash, state, tuple(losses), records, truth, layers, events)
+    states = [state for each in optimizer.chained_optimizers for state in each.optimizer.state.values()]
+    output = output_dir if enabled else None
+    return trace_of(case, output, chunk.module.parameters(), states, losses, expected)
 
 
 def build_gpt(

@@ -26,10 +26,10 @@ from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from tests.support import ddp_training, megatron_training
-from tests.support.ddp_training import DDPCase, FSDP2Case, whole
+from tests.support.ddp_training import DDPCase, FSDP2Case
 from tests.support.distributed import gather_limit_of
 from tests.support.megatron_training import MegatronCase
-from tests.support.training import Case
+from tests.support.training import Case, whole
 
 MICRO, STEPS, CLIP = 8, 4, 1.0
 Array = npt.NDArray[np.float64]

@@ -5,6 +5,8 @@ The model is the package's own (``ds_silent.practice.probe``).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +22,7 @@ import ds_silent
 from ds_silent.drill.train_deepspeed import full_parameters
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
+from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import gather_limit_of
 
 REPLICA_INTERVAL = 4
@@ -107,7 +110,7 @@ class Case:
 
 def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int = GATHER_LIMIT) -> Any:
     torch.manual_seed(1234)
-    model = Probe(None)
+    model = Probe(case.checkpointing)
     config = case.config(output_dir, enabled)
     with gather_limit_of(gather_limit):
         engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -141,20 +144,11 @@ def train(
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().is_fp16_supported = lambda: True
-    torch.manual_seed(1234)
-    model = Probe(case.checkpointing)
-    copy = Probe(None)
-    rank = dist.get_rank()
-    config = case.config(output_dir, enabled)
-    with gather_limit_of(gather_limit):
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    generator = torch.Generator().manual_seed(99 + rank)
+    engine, copy = build(case, output_dir, enabled, gather_limit), Probe(None)
+    generator = torch.Generator().manual_seed(99 + dist.get_rank())
     losses, expected = [], []
     for step in range(steps):
-        batches = [
-            (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), _skips(case, rank, micro))
-            for micro in range(case.accumulation)
-        ]
+        batches = batches_of(case, generator)
         if oracle:
             scaled = case.dtype == "fp16" and not case.unscaled_wrongly
             scale = float(engine.optimizer.loss_scale) if scaled else 1.0
@@ -167,22 +161,50 @@ def train(
     if enabled:
         assert observer is not None
         observer.close()
-    records: tuple[dict[str, Any], ...] = ()
-    layers: tuple[dict[str, Any], ...] = ()
-    events: tuple[dict[str, Any], ...] = ()
-    if enabled and rank == 0:
-        from ds_silent.sinks.jsonl import read_events, read_metrics
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state.values()
+    trace = trace_of(case, output_dir if enabled else None, full_parameters(engine), states, losses, expected)
+    engine.destroy()
+    return trace
 
+
+def batches_of(case: Case, generator: torch.Generator) -> list[tuple[Tensor, bool]]:
+    """The tokens of each micro-batch of this rank's step, and whether it skips a layer."""
+    skips = [case.unused == "rank" and dist.get_rank() % 2 == 1] * case.accumulation
+    skips[-1] = skips[-1] or case.unused == "micro"
+    return [(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), skip) for skip in skips]
+
+
+def whole(value: Tensor) -> Tensor:
+    """A clone of a tensor, of all ranks' shards. A collective."""
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().clone()
+
+
+def trace_of(
+    case: Case,
+    output_dir: Path | None,
+    weights: Iterable[Tensor],
+    states: Iterable[Mapping[str, Any]],
+    losses: list[float],
+    expected: list[dict[str, Any]],
+) -> Trace:
+    """What a training has left behind, whose observer is closed.
+
+    Args:
+        output_dir: None without an observer.
+        states: of the optimizer, for each parameter.
+        expected: what the oracle says of each step; empty on ranks above 0.
+    """
+    records = layers = events = tuple[dict[str, Any], ...]()
+    if output_dir is not None and dist.get_rank() == 0:
         records = tuple(read_metrics(output_dir / "metrics.jsonl"))
         events = tuple(read_events(output_dir / "events.jsonl"))
         if case.per_layer:
-            import json
-
-            layers = tuple(json.loads(line) for line in (output_dir / "layers.jsonl").read_text().splitlines())
-    truth = tuple(e for e in expected if e)
-    trace = Trace(_hash_weights(engine), _hash_optimizer(engine), tuple(losses), records, truth, layers, events)
-    engine.destroy()
-    return trace
+            layers = tuple(map(json.loads, (output_dir / "layers.jsonl").read_text().splitlines()))
+    items = [item for state in states for item in sorted(state.items())]
+    optimizer = hash_of(part for name, value in items if isinstance(value, Tensor) for part in (name, whole(value)))
+    truth = tuple(each for each in expected if each)
+    return Trace(hash_of(map(whole, weights)), optimizer, tuple(losses), records, truth, layers, events)
 
 
 def _micro_step(engine: Any, case: Case, tokens: Tensor, skip: bool, micro: int) -> Tensor:
@@ -199,14 +221,6 @@ def _micro_step(engine: Any, case: Case, tokens: Tensor, skip: bool, micro: int)
     if not case.no_sync:
         engine.step()
     return loss.detach()
-
-
-def _skips(case: Case, rank: int, micro: int) -> bool:
-    if case.unused == "rank":
-        return rank % 2 == 1
-    if case.unused == "micro":
-        return micro == case.accumulation - 1
-    return False
 
 
 def oracle_step(
@@ -280,12 +294,6 @@ def oracle(losses: list[float], gradients: list[dict[str, Tensor]], step: int, s
 
 def _hash_weights(engine: Any) -> str:
     return hash_of(full_parameters(engine))
-
-
-def _hash_optimizer(engine: Any) -> str:
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    states = [item for state in optimizer.state.values() for item in sorted(state.items())]
-    return hash_of(part for name, value in states if isinstance(value, Tensor) for part in (name, value))
 
 
 def oracle_layers(gradients: list[dict[str, Tensor]]) -> dict[str, tuple[float, float, float]]:
