@@ -37,6 +37,18 @@ class Averaging(SGD):
         return self.inner.step()
 
 
+class Clamped(AdamW):
+    """Limit the weights behind the parent's step: torch hooks the step of a class and of its parent."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-3.0, 3.0)
+        return result
+
+
 def replaced(model: nn.Module) -> tuple[Any, Stepping]:
     """A new optimizer takes the place of the old one."""
     old, new = AdamW(model.parameters(), lr=0.01), SGD(model.parameters(), lr=0.02)
@@ -95,6 +107,13 @@ def inside(model: nn.Module) -> tuple[Any, Stepping]:
     return outer, lambda _: [outer]
 
 
+def calls_its_parents(model: nn.Module) -> tuple[Any, Stepping]:
+    """A step that calls its parent's is one step."""
+    AdamW([torch.zeros(1, requires_grad=True)])  # from now on torch has hooked the parent's step
+    optimizer = Clamped(model.parameters(), lr=0.01)
+    return optimizer, lambda _: [optimizer]
+
+
 def strangers_too(model: nn.Module) -> tuple[Any, Stepping]:
     """Another model's optimizer steps as well."""
     own, other = AdamW(model.parameters(), lr=0.01), SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -113,6 +132,7 @@ CASES = {
         in_turns,
         around,
         inside,
+        calls_its_parents,
         strangers_too,
     )
 }

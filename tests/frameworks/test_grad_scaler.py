@@ -1,8 +1,10 @@
-"""A GradScaler's unscaling is no change by the script, and what the optimizer then applies is checked."""
+"""A GradScaler's unscaling is no change by the script, what the optimizer then applies is checked, and a scale beyond
+what the square of a gradient's norm may be makes nothing infinite."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
 STEPS, WRONG = 14, 10
+FEW, BROKEN = 6, 4
 
 
 def train(scale: float, explicit: bool, wrong: bool, directory: Path) -> None:
@@ -51,3 +54,35 @@ def test_a_rank_that_clips_by_another_norm_is_told(tmp_path: Path) -> None:
     run_distributed(train, 2, (2.0**8, True, True, tmp_path))
     [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] == "error"]
     assert (event["step"], event["kind"], event["where"]) == (WRONG, "aggregation-error", "applied gradient")
+
+
+def train_at(directory: Path, power: int, breaks: bool) -> bool:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=1000)
+    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
+    assert observer is not None
+    torch.manual_seed(100 + dist.get_rank())
+    for step in range(1, FEW + 1):
+        loss = model(torch.randn(4, 8)).square().mean()
+        scaler.scale(loss * (torch.nan if breaks and step == BROKEN else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    observer.close()
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("power", [16, 60, 80, 110])
+def test_a_large_loss_scale_is_no_infinity(power: int, tmp_path: Path) -> None:
+    assert run_distributed(train_at, 2, (tmp_path, power, False)) == [True, True]
+    assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    norms = [record["grad_norm"]["aggregated"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [norm is None for norm in norms] == [power >= 80] * FEW  # not known, and no number of another length
+
+
+def test_a_loss_that_is_no_number_is_told_at_such_a_scale(tmp_path: Path) -> None:
+    run_distributed(train_at, 2, (tmp_path, 80, True))
+    told = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "non-finite"]
+    assert told[0] == BROKEN

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ds_silent.maths.causes import Pieces, explain
-from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, rounding_tolerance, terms_of, terms_of_sums
+from ds_silent.maths.rounding_bound import (
+    UNIT_ROUNDOFF,
+    Arithmetic,
+    check_aggregate,
+    multiple_of,
+    rounding_tolerance,
+    terms_of,
+    terms_of_sums,
+)
 from ds_silent.maths.sketch import make_plan, sketch_of
 
 NUMEL, SIZE = 60_000, 1024
@@ -224,3 +232,37 @@ def test_noise_is_never_taken_for_a_missing_piece() -> None:
             aggregate = local.mean(0)
             aggregate[2] += size * noise
             assert explain(pieces(local, aggregate), tolerances).kind == "noise", (seed, size)
+
+
+# -- what no factor explains of an applied gradient --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", [0.0, 1.0, 2.0, 3.0])
+def test_a_rounded_multiple_leaves_its_rounding_alone(tail: float) -> None:
+    """With a few large elements, as the embeddings of a trained model have, one dot product is off by 10 roundoffs."""
+    unit = UNIT_ROUNDOFF[torch.float32]
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(16_384, generator=generator)
+        aggregate = values * torch.exp(tail * torch.randn(16_384, generator=generator))
+        exact = 0.1 + torch.rand((), generator=generator)
+        total = exact * aggregate
+        factor, error = multiple_of(total, aggregate)
+        # the total's own rounding, and that of the aggregate times the factor
+        assert float(error.double().norm()) <= 2.0**0.5 * unit * float(total.double().norm())
+        assert float(factor) == pytest.approx(float(exact), rel=4 * unit)
+
+
+def test_what_is_no_multiple_is_told_in_full() -> None:
+    generator = torch.Generator().manual_seed(1)
+    aggregate, noise = torch.randn(2, 4096, generator=generator)
+    noise -= noise @ aggregate / (aggregate @ aggregate) * aggregate
+    factor, error = multiple_of(0.5 * aggregate + 0.01 * noise, aggregate)
+    assert float(factor) == pytest.approx(0.5, rel=1e-5)
+    assert float(error.norm()) == pytest.approx(0.01 * float(noise.norm()), rel=1e-4)
+
+
+def test_without_an_aggregate_everything_is_error() -> None:
+    total = torch.ones(4)
+    factor, error = multiple_of(total, torch.zeros(4))
+    assert (float(factor), error.tolist()) == (0.0, [1.0] * 4)
