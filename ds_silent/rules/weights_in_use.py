@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.device import ReadLater
+from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework, GatheredPiece, WeightCopy
 from ds_silent.patches import Patches
 from ds_silent.rules.batch import EVERY, LOOKED_AT
@@ -29,8 +30,10 @@ SAMPLES = 64
 _SHOWN = 3
 
 
-class WeightsInUse(Rule):
-    """Compare samples of the copies with their masters."""
+class _Weights(Rule):
+    """Keep the newest verdict on the weights that a forward uses."""
+
+    key: str
 
     def __init__(self, framework: Framework):
         self._framework = framework
@@ -38,27 +41,35 @@ class WeightsInUse(Rule):
         self._later: list[tuple[int, list[str], list[int], ReadLater]] = []  # step, names, samples of each
         self._found: tuple[Breach, ...] = ()
 
-    def breaches(self) -> tuple[Breach, ...]:
+    def _judged(self) -> tuple[Breach, ...]:
         """Return what the newest look that has arrived has found."""
+        while self._later and self._later[0][3].ready:
+            step, names, sizes, later = self._later.pop(0)
+            parts = later.values.split(sizes) if bool(later.values.any()) else ()  # type: ignore[no-untyped-call]
+            unequal = [name for name, part in zip(names, parts, strict=False) if bool(part.any())]
+            if not unequal:
+                self._found = ()
+            elif not self._found:
+                message, remedy = (text.format(listed(unequal, _SHOWN)) for text in _WORDS[self.key])
+                self._found = (Breach(self.key, "weights-mismatch", "error", unequal[0], message, remedy, step),)
+        return self._found
+
+
+class WeightsInUse(_Weights):
+    """Compare samples of the copies with their masters."""
+
+    key = "weights:masters"
+
+    def breaches(self) -> tuple[Breach, ...]:
+        """Look at some measured steps."""
         looks = self._steps % EVERY < LOOKED_AT
         copies = sorted(self._framework.copies(), key=lambda copy: str(copy.weights.dtype)) if looks else []
         if copies:
             unequal = torch.cat([unequal_samples(list(alike), self._steps) for _, alike in groupby(copies, _dtype)])
             sizes = [_places(copy.weights, self._steps)[2] for copy in copies]
-            pieces = [copy.name for copy in copies]
-            self._later.append((self._framework.step, pieces, sizes, ReadLater(unequal)))
+            self._later.append((self._framework.step, [copy.name for copy in copies], sizes, ReadLater(unequal)))
         self._steps += 1
-        while self._later and self._later[0][3].ready:
-            step, pieces, sizes, later = self._later.pop(0)
-            parts = later.values.split(sizes) if bool(later.values.any()) else ()  # type: ignore[no-untyped-call]
-            self._judge(step, [name for name, part in zip(pieces, parts, strict=False) if bool(part.any())])
-        return self._found
-
-    def _judge(self, step: int, unequal: list[str]) -> None:
-        if not unequal:
-            self._found = ()
-        elif not self._found:
-            self._found = (_breach(unequal, step),)
+        return self._judged()
 
 
 def _dtype(copy: WeightCopy) -> torch.dtype:
@@ -95,34 +106,34 @@ def _unequal(used: Tensor, updated: Tensor) -> Tensor:
     return (used != rounded) & ~(used.isnan() & rounded.isnan())
 
 
-def _breach(unequal: list[str], step: int) -> Breach:
-    more = f" and {len(unequal) - _SHOWN} more" if len(unequal) > _SHOWN else ""
-    return Breach(
-        key="weights:masters",
-        kind="weights-mismatch",
-        severity="error",
-        where=unequal[0],
-        message=f"The weights in use are not the rounded fp32 masters: {', '.join(unequal[:_SHOWN])}{more}. The "
-        "forward computes with other weights than the optimizer updates, and the next update overwrites them.",
-        remedy="Write both: the masters through deepspeed.utils.safe_set_full_fp32_param, and the weights, which that "
+_WORDS = {
+    "weights:masters": (
+        "The weights in use are not the rounded fp32 masters: {}. The forward computes with other weights than the "
+        "optimizer updates, and the next update overwrites them.",
+        "Write both: the masters through deepspeed.utils.safe_set_full_fp32_param, and the weights, which that "
         "call leaves as they are until the next update; or load them before the engine is made. Else go back to the "
         "last checkpoint before this step.",
-        since=step,
-    )
+    ),
+    "weights:gathered": (
+        "What a forward has gathered is not what the shards hold: {}. The forward computes with other weights than the "
+        "optimizer updates.",
+        "Look for weights that stay gathered over an update (set_reshard_after_backward(False)), and for code "
+        "that writes them while they are whole.",
+    ),
+}
 
 
-class GatheredWeights(Rule):
+class GatheredWeights(_Weights):
     """Compare samples of what a forward has gathered with the shards of this rank."""
 
+    key = "weights:gathered"
+
     def __init__(self, framework: Framework):
-        self._framework = framework
-        self._steps = 0  # measured
+        super().__init__(framework)
         self._looked = set[int]()  # modules, since the last measured step
         self._since = 0  # the step of the first of them
         self._names: list[str] = []
         self._unequal: list[Tensor] = []  # bool (), of each name
-        self._later: list[tuple[int, list[str], ReadLater]] = []
-        self._found: tuple[Breach, ...] = ()
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look behind the hooks that gather: they were there before."""
@@ -150,32 +161,11 @@ class GatheredWeights(Rule):
                 self._unequal.append(unequal.any())
 
     def breaches(self) -> tuple[Breach, ...]:
-        """Return what the newest look that has arrived has found."""
+        """Send what the forwards since the last measured step have found."""
         if self._unequal:
-            self._later.append((self._since, self._names, ReadLater(torch.stack(self._unequal))))
+            ones = [1] * len(self._names)
+            self._later.append((self._since, self._names, ones, ReadLater(torch.stack(self._unequal))))
         self._names, self._unequal = [], []
         self._looked.clear()
         self._steps += 1
-        while self._later and self._later[0][2].ready:
-            step, names, later = self._later.pop(0)
-            stale = [name for name, unequal in zip(names, later.values.tolist(), strict=True) if unequal]
-            if not stale:
-                self._found = ()
-            elif not self._found:
-                self._found = (_stale(stale, step),)
-        return self._found
-
-
-def _stale(names: list[str], step: int) -> Breach:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return Breach(
-        key="weights:gathered",
-        kind="weights-mismatch",
-        severity="error",
-        where=names[0],
-        message=f"What a forward has gathered is not what the shards hold: {', '.join(names[:_SHOWN])}{more}. The "
-        "forward computes with other weights than the optimizer updates.",
-        remedy="Look for weights that stay gathered over an update (set_reshard_after_backward(False)), and for code "
-        "that writes them while they are whole.",
-        since=step,
-    )
+        return self._judged()
