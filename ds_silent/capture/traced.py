@@ -21,6 +21,7 @@ from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.rules.known_optimizers import number
+from ds_silent.rules.language_models import is_compiled
 from ds_silent.trace import sample_counts, sampled
 
 _Place = tuple[int, int, int, torch.device]
@@ -71,7 +72,7 @@ class ForwardOrder:
     def begin(self) -> None:
         """Hook the modules, once. The outermost forward has begun: its own hooks are not called any more."""
         holders, self._holders = self._holders, None
-        if holders is None or torch.compiler.is_compiling() or any(map(_is_compiled, self._root.modules())):
+        if holders is None or torch.compiler.is_compiling() or any(map(is_compiled, self._root.modules())):
             return
         for module, own in holders:
             if module is self._root:
@@ -91,11 +92,6 @@ class ForwardOrder:
         """Return the place of each parameter among those that were reached."""
         places = {index: place for place, index in enumerate(self._reached)}
         return [places.get(index) for index in range(self._count)]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """``torch.compile(module)`` wraps it, ``module.compile()`` keeps the compiled call beside it (2.4 to 2.13)."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class WeightSamples:
