@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ds_silent.exchange.collectives import same_on_all
 from ds_silent.numerics.gradient_errors import read_flat
 from ds_silent.numerics.orders import DTYPES, ORDERS, changed_bits, spread, term_of_mean, terms_of_mean
 from ds_silent.practice.ranks import on_ranks
@@ -104,17 +105,10 @@ def _work(send: Callable[[Any], None], job: Job) -> None:
         dist.all_reduce(total)
         if rank == 0:
             save_file({"sum": total}, _result(job, name))
-        send(("reduced", name, _same_on_all_ranks(total)))
+        bits = total.view(torch.int32 if total.element_size() == 4 else torch.int16).int()
+        send(("reduced", name, bool(same_on_all(bits, dist.distributed_c10d._get_default_group()).all())))
     if job.rounds:
         send(("timed", "", _timed(job)))
-
-
-def _same_on_all_ranks(total: Tensor) -> bool:
-    bits = total.view(torch.int32 if total.element_size() == 4 else torch.int16).int()
-    lowest, highest = bits.clone(), bits
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return bool(torch.equal(lowest, highest))
 
 
 def _timed(job: Job) -> dict[str, list[float]]:
