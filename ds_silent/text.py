@@ -36,6 +36,11 @@ def shown(value: object, longest: int = 80) -> str:
         text = json.dumps(value)  # ASCII only, so control characters of a hostile text stay escaped
     except (TypeError, ValueError, RecursionError):
         text = ascii(f"a {type(value).__name__}")
+    return shortened(text, longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return ``text``, and where it is longer than ``longest`` characters its beginning and three dots."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 

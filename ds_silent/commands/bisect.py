@@ -24,7 +24,7 @@ from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.integrations import BLOCK_FILE
-from ds_silent.text import one_line, printable
+from ds_silent.text import one_line, printable, shortened
 
 PLACE = "{output_dir}"
 """In the command's arguments, it stands for the directory of this release's records."""
@@ -191,9 +191,7 @@ def _signals_raise() -> Iterator[None]:
 def _last_error(log: Path) -> str:
     """Return the last exception that a training's output names, but for the launcher's own."""
     found = [one for one in ERROR.findall(log.read_text(errors="replace")) if "ChildFailedError" not in one]
-    if not found:
-        return ""
-    return f" ({found[-1] if len(found[-1]) <= LONGEST else f'{found[-1][: LONGEST - 3]}...'})"
+    return f" ({shortened(found[-1], LONGEST)})" if found else ""
 
 
 def _as_json(package: str, found: Bisection) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from ds_silent.extras import version_of
-from ds_silent.text import one_line, size_text
+from ds_silent.text import one_line, shortened, size_text
 
 State = Literal["ok", "doubtful", "missing"]
 SECONDS = 10.0  # for a program that looks something up
@@ -79,7 +79,7 @@ class Machine:
 def shown(text: str) -> str:
     """Shorten a text to one line of at most ``LONGEST`` characters."""
     line = " ".join(one_line(str(text)).split())
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+    return shortened(line, LONGEST)
 
 
 _IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

@@ -117,6 +117,13 @@ def _first_no_number(text: str) -> tuple[int, str] | None:
     return None
 
 
+def without_auto(value: Any) -> Any:
+    """Return a configuration, or a part of it, whose ``"auto"`` values are left out: the defaults."""
+    if isinstance(value, Mapping):
+        return {key: without_auto(one) for key, one in value.items() if not (isinstance(one, str) and one == "auto")}
+    return [without_auto(one) for one in value] if isinstance(value, list) else value
+
+
 def section(ds_config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under ``key``; an empty one where there is none, or DeepSpeed will refuse what is."""
     found = ds_config.get(key)

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent.distributed.parts import listed, outvoted, parts_of, ranks_of
-from ds_silent.text import TORCH, Words
+from ds_silent.text import TORCH, Words, shortened
 
 logger = logging.getLogger("ds_silent")
 TIMEOUT_VARIABLE = "DS_SILENT_TIMEOUT"
@@ -231,7 +231,7 @@ def _who_has_what(values: Mapping[int, Any]) -> str:
     for rank, value in values.items():
         holders.setdefault(_as_text(value), []).append(rank)
     largest = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-    shown = [f"{text if len(text) <= 60 else text[:57] + '...'} on {ranks_of(ranks)}" for text, ranks in largest]
+    shown = [f"{shortened(text, 60)} on {ranks_of(ranks)}" for text, ranks in largest]
     return listed(shown, SHOWN_VALUES, "values")
 
 

@@ -105,9 +105,3 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("alerts"), (list, tuple)):
         kept["alerts"] = [one for one in kept["alerts"] if isinstance(one, Mapping) and not is_secret(one.get("to"))]
     return kept
-
-
-def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block whose ``"auto"`` values are left out: the defaults."""
-    left = {key: value for key, value in block.items() if not (isinstance(value, str) and value == "auto")}
-    return {key: without_auto(value) if isinstance(value, Mapping) else value for key, value in left.items()}

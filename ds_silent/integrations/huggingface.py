@@ -21,10 +21,11 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import BLOCK
+from ds_silent.config.block_file import without_auto
 from ds_silent.extras import needs
 from ds_silent.framework import Promise
 from ds_silent.frameworks.attach import is_fsdp2
-from ds_silent.integrations.callback_config import as_json, attach_once, go_on, without_auto
+from ds_silent.integrations.callback_config import as_json, attach_once, go_on
 from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
 

@@ -22,11 +22,12 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_silent.config import BLOCK, ConfigError
+from ds_silent.config.block_file import without_auto
 from ds_silent.config.fields import LARGEST
 from ds_silent.distributed.parts import listed
 from ds_silent.extras import installed
 from ds_silent.frameworks.deepspeed.refusals import ONE_BIT_OPTIMIZERS
-from ds_silent.text import shown
+from ds_silent.text import shortened, shown
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DEEPEST = 64
@@ -89,7 +90,7 @@ def refuse_broken(ds_config: Mapping[str, Any], ranks: int | None = None) -> int
     """
     own = {key: value for key, value in ds_config.items() if key != BLOCK}
     _refuse_odd_values(own)
-    own = _without_auto(own)
+    own = without_auto(own)
     _refuse_types(own)
     _refuse_unknown_optimizer(own)
     ranks = _suiting(ds_config, own, ranks)
@@ -204,12 +205,11 @@ def _one_line(text: object) -> str:
         line = " ".join(ascii(str(text))[1:-1].replace("\\n", " ").split())
     except (ValueError, RecursionError):  # a number too long to be written
         line = ""
-    return (line if len(line) <= 160 else f"{line[:157]}...").rstrip(".")
+    return shortened(line, 160).rstrip(".")
 
 
 def _plain(name: str) -> str:
-    plain = ascii(name)[1:-1]
-    return plain if len(plain) <= 80 else f"{plain[:77]}..."
+    return shortened(ascii(name)[1:-1], 80)
 
 
 def _refuse_odd_values(own: Mapping[str, Any]) -> None:
@@ -237,12 +237,6 @@ def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
             waiting += [((*path, str(key)), child) for key, child in reversed(children)]
         elif path:
             yield path, value
-
-
-def _without_auto(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_auto(one) for key, one in value.items() if not (isinstance(one, str) and one == "auto")}
-    return [_without_auto(one) for one in value] if isinstance(value, list) else value
 
 
 def _refuse_types(own: Mapping[str, Any]) -> None:
