@@ -87,7 +87,7 @@ def matched(here: Side, there: Side, names: Mapping[str, str]) -> Iterator[Match
 
     yield from together("map", _mapped(here, there, names))
     yield from together("name", _unique(here, there, lambda one: (one.name, one.shape)))
-    yield from together("prefix", _unique(here, there, lambda one: (_unwrapped(one.name), one.shape)))
+    yield from together("prefix", _unique(here, there, lambda one: (unwrapped(one.name), one.shape)))
     yield from together("prefix", _by_suffix(here.alone, there.alone))
     yield from together("weights", _by_weights(here, there))
     for parts, whole in _fused(here, there):
@@ -131,7 +131,8 @@ def _first(side: Side) -> str:
     return ascii(side.head.tensors[0].name) if side.head.tensors else "not there"
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_silent.comparison.matching import unwrapped
 from ds_silent.extras import installed
 from ds_silent.maths.weight_hash import joined, weight_hash
 from ds_silent.observing.observe import observer_of
@@ -32,7 +33,6 @@ FORMAT = 1
 MOST_PARTS = 3  # of a weight that is stored as one: query, key and value
 MOST_CANDIDATES = 12  # of one module
 DEEPEST = 4  # mappings in one another, of a file
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NESTED = ("module", "model", "state_dict", "model_state_dict")  # keys under which a file holds its weights
 
 
@@ -161,7 +161,7 @@ def _hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightHash]:
             f"ds_silent.fingerprint found no values in {len(empty)} of {len(found)} weights, such as {empty[0]}: of a "
             "model that is sharded give the engine or model itself, on every rank, or a checkpoint of whole weights"
         )
-    plain = {_plain(name): each for name, each in found.items()}
+    plain = {unwrapped(name): each for name, each in found.items()}
     return plain if len(plain) == len(found) else found
 
 
@@ -172,10 +172,6 @@ def _whole(tensor: Tensor) -> Iterator[Tensor]:
     with sys.modules["deepspeed"].zero.GatheredParameters([tensor]) if partitioned else nullcontext():
         full: Any = getattr(tensor.detach(), "full_tensor", None)  # torch's DTensor
         yield tensor.detach() if full is None else full()
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _module_of(training: Any) -> nn.Module:

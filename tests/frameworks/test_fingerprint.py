@@ -82,6 +82,14 @@ def test_names_of_wrappers_tied_and_fused_weights_and_wider_types_make_no_differ
     ]
 
 
+@pytest.mark.parametrize("wrapper", ["_forward_module", "_original_module", "_fsdp_wrapped_module"])
+def test_a_weight_that_differs_below_a_wrapper_has_one_name(wrapper: str) -> None:
+    state = Model().state_dict()
+    other = {f"{wrapper}.{name}": value.clone() for name, value in state.items()}
+    other[f"{wrapper}.blocks.0.v_proj.bias"] += 1.0
+    assert ds_silent.fingerprint(dict(state)).differs(ds_silent.fingerprint(other)) == ["blocks.0.v_proj.bias"]
+
+
 def test_other_tensors_of_a_checkpoint_and_complex_ones_and_many_alike_are_no_trouble() -> None:
     state = dict(Model().state_dict())
     own = ds_silent.fingerprint(state)
