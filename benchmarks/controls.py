@@ -34,8 +34,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import BertConfig, BertForMaskedLM, get_linear_schedule_with_warmup
 
 import ds_silent
-from ds_silent.practice.language_model import LanguageModel
-from ds_silent.practice.model import IGNORED, VOCABULARY, WIDTH, PracticeModel, make_rows, warm_up
+from ds_silent.practice.model import IGNORED, VOCABULARY, WIDTH, LanguageModel, PracticeModel, make_rows, warm_up
 from ds_silent.practice.ranks import results_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 

@@ -30,8 +30,7 @@ from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
 from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target, local_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
-from ds_silent.practice.language_model import LanguageModel
-from ds_silent.practice.model import PracticeModel
+from ds_silent.practice.model import LanguageModel, PracticeModel
 from ds_silent.practice.probe import hash_of
 
 if TYPE_CHECKING:

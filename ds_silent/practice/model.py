@@ -4,6 +4,8 @@
     model = PracticeModel()
     warm_up(model)                              # seconds; then its statistics are those of a warm model
     loss = model(rows.tokens[:8], rows.labels[:8])
+    model = LanguageModel()                     # of transformers, on the same rows: its forward's contract is known
+    model.given = change                        # the forward gets change(batch) from now on
 
 A model with random weights would not do: its losses scatter 20 times too little and its gradients agree far too well,
 which makes every fault look easy.
@@ -11,6 +13,7 @@ which makes every fault look easy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,10 @@ DIALECTS, PROMPT = 3, 6
 LEARNT, NEW = (0.6, 0.2, 0.12, 0.08), (0.3, 0.5, 0.1, 0.1)  # how often each preferred successor follows a token
 IGNORED = -100  # label of a token that is not learnt
 LAST_LAYER = f"layers.{2 * LAYERS - 1}"
+PADDING, BEGIN, END = 0, VOCABULARY, VOCABULARY + 1  # of the language model
+LEAST_PADDING = 6  # tokens of each of its rows, so that all ranks' rows have the same faults
+Inputs = dict[str, Any]
+"""Arguments of its forward by their names."""
 
 
 @dataclass(frozen=True)
@@ -139,3 +146,44 @@ def warm_up(model: PracticeModel, steps: int = 160, batch: int = 32) -> float:
         loss.backward()
         optimizer.step()
     return float(loss.detach())
+
+
+def batch_of(tokens: Tensor, labels: Tensor) -> Inputs:
+    """Make of rows what a healthy script gives: they begin and end with a token of their own, and have a mask."""
+    columns = torch.arange(LENGTH, device=tokens.device)
+    length = tokens.ne(PADDING).sum(1, keepdim=True).clamp(max=LENGTH - LEAST_PADDING)
+    ids = torch.where(columns < length - 1, tokens, torch.where(columns == length - 1, END, PADDING))
+    ids[:, 0] = BEGIN
+    trained = (labels != IGNORED) & (columns < length)
+    return {
+        "input_ids": ids,
+        "labels": torch.where(trained, ids, IGNORED),
+        "attention_mask": (columns < length).long(),
+    }
+
+
+class LanguageModel(nn.Module):
+    """A Llama of two layers from random weights, called as the practice model is; transformers is imported here."""
+
+    given: Callable[[Inputs], Inputs] | None = None
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        special = {"pad_token_id": PADDING, "bos_token_id": BEGIN, "eos_token_id": END}
+        config: Any = LlamaConfig(vocab_size=VOCABULARY + 2, use_cache=False, **sizes, **special)
+        self.model: Any = LlamaForCausalLM(config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's, which FSDP2 shards one by one."""
+        layers: nn.ModuleList = self.model.model.layers
+        return layers
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss over the labelled tokens."""
+        inputs = batch_of(tokens, labels)
+        loss: Tensor = self.model(**(inputs if self.given is None else self.given(inputs))).loss
+        return loss

@@ -6,7 +6,7 @@
     injection.update(optimizer, run, step=4)     # torch's Adam updates the weights in another way inside run()
 
 A batch speaks for itself where a causal language model of transformers takes it, so these faults train
-:class:`ds_silent.practice.language_model.LanguageModel`.
+:class:`ds_silent.practice.model.LanguageModel`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
 from ds_silent.drill.faults.injection import Injection, Target, both, changing, from_on
-from ds_silent.practice.language_model import BEGIN, END, Inputs
-from ds_silent.practice.model import IGNORED, LAST_LAYER
+from ds_silent.practice.model import BEGIN, END, IGNORED, LAST_LAYER, Inputs
 
 _MEGATRON = ("megatron-0", "megatron-1")
 _MASTERS = "nobody is asked which weights its masters stand for"
