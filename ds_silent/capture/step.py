@@ -48,7 +48,7 @@ from ds_silent.kernels.checksums import LayerChecksums
 from ds_silent.maths.sketch import fold
 from ds_silent.patches import Patches
 from ds_silent.replicas.compare import ReplicaChecksum
-from ds_silent.rules.every import rules_of
+from ds_silent.rules import rules_of
 
 
 @dataclass(frozen=True)

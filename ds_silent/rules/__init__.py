@@ -1,1 +1,28 @@
-"""Rules that need no other rank: what a configuration, a framework or an optimizer promises, and what happens."""
+"""Rules that need no other rank: what a configuration, a framework or an optimizer promises, and what happens.
+
+rules_of(framework, config)      # of a training, the same on every rank
+"""
+
+from __future__ import annotations
+
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.framework import Framework
+from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.causal_probe import CausalProbe
+from ds_silent.rules.optimizer_update import UpdateRule
+from ds_silent.rules.rates import RateRule
+from ds_silent.rules.rule import Rule
+from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
+
+
+def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
+    """Return every rule that applies to this framework; none where the block switches them off."""
+    if not (config.rules and config.detectors.enabled):
+        return []
+    rules: list[Rule] = [RateRule(framework), BatchContents(framework), GatheredWeights(framework)]
+    averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
+    if not averages:  # else masters and their copies are averaged by themselves
+        rules.append(WeightsInUse(framework))
+    if not averages and config.respond.on_replica_drift == "report":  # else weights change before a step
+        rules.insert(0, UpdateRule(framework, config.interval))
+    return [*rules, CausalProbe(framework)] if config.probe else rules

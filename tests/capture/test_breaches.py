@@ -106,7 +106,7 @@ def test_breaches_become_events_with_their_ranks_and_their_end(tmp_path: Path) -
 
 def test_the_block_switches_rules_off() -> None:
     from ds_silent.config import SilentConsistencyConfig
-    from ds_silent.rules.every import rules_of
+    from ds_silent.rules import rules_of
 
     for block in ({"rules": False}, {"detectors": {"enabled": False}}):
         assert rules_of(None, SilentConsistencyConfig(**block)) == []  # type: ignore[arg-type]

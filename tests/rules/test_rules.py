@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ds_silent.config import SilentConsistencyConfig, parse
+from ds_silent.rules import rules_of
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
-from ds_silent.rules.every import rules_of
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
