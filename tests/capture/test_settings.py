@@ -207,49 +207,15 @@ def test_health_is_silent() -> None:
         assert alarms(events) == [], case
 
 
-def _autocast_under_zero(directory: str, stage: int) -> list[dict[str, Any]]:
+def _under_zero(directory: str, stage: int, autocasts: bool) -> list[dict[str, Any]]:
+    """Under DeepSpeed, whose base optimizer has flat copies: a counter falls behind, then a dropout changes.
+
+    Args:
+        autocasts: in their place one rank's forwards are cast.
+    """
     import deepspeed
 
-    rank, folder = dist.get_rank(), Path(directory, str(stage))
-    torch.manual_seed(5)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "silent_consistency": {"output_dir": str(folder), "tensorboard": False, "direction": {"sketch_size": 1024}},
-    }
-    model = Net()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    observer = ds_silent.attach(engine)
-    assert observer is not None
-    generator = torch.Generator().manual_seed(70 + rank)
-    for step in range(1, STEPS + 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=rank == ODD and step >= STRIKE):
-            loss = engine(torch.randn(ROWS, WIDTH, generator=generator))
-        engine.backward(loss)
-        engine.step()
-    observer.close()
-    engine.destroy()
-    return list(read_events(folder / "events.jsonl")) if rank == 0 else []
-
-
-def test_gradients_that_autocast_puts_into_another_order_follow_from_it(tmp_path: Path) -> None:
-    """ZeRO-1 and 2 fill their buckets as the gradients come: one rank's order mixes them (DeepSpeed 0.19.8)."""
-    events = run_distributed(_autocast_under_zero, 3, (str(tmp_path), 2))[0]
-    assert [(e["kind"], e["ranks"], e["step"], e["where"]) for e in alarms(events)] == [
-        ("config-mismatch", [ODD], STRIKE, "autocast")
-    ]
-    notes = [e for e in events if e["kind"] == "aggregation-error"]
-    assert [e["step"] for e in notes] == [STRIKE]
-    assert notes[0]["message"].startswith(f"Follows from the config-mismatch of step {STRIKE} (autocast): ")
-
-
-def _under_zero(directory: str, stage: int) -> list[dict[str, Any]]:
-    """Under DeepSpeed, whose base optimizer has flat copies: a counter falls behind, then a dropout changes."""
-    import deepspeed
-
-    rank, folder = dist.get_rank(), Path(directory, str(stage))
+    odd, folder = dist.get_rank() == ODD, Path(directory, str(stage))
     torch.manual_seed(5)
     model = Net()
     config = {
@@ -263,22 +229,35 @@ def _under_zero(directory: str, stage: int) -> list[dict[str, Any]]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     observer = ds_silent.attach(engine)
     assert observer is not None
-    generator = torch.Generator().manual_seed(70 + rank)
+    generator = torch.Generator().manual_seed(70 + dist.get_rank())
     for step in range(1, STEPS + 1):
-        if rank == ODD and step == STRIKE:
+        if odd and step == STRIKE and not autocasts:
             for state in engine.basic_optimizer.state.values():
                 state["step"] -= 1
-        if rank == ODD and step == STRIKE + 1:
+        if odd and step == STRIKE + 1 and not autocasts:
             _dropout(model)
-        engine.backward(engine(torch.randn(ROWS, WIDTH, generator=generator)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts and odd and step >= STRIKE):
+            loss = engine(torch.randn(ROWS, WIDTH, generator=generator))
+        engine.backward(loss)
         engine.step()
     observer.close()
     engine.destroy()
-    return list(read_events(folder / "events.jsonl")) if rank == 0 else []
+    return [] if dist.get_rank() else list(read_events(folder / "events.jsonl"))
+
+
+def test_gradients_that_autocast_puts_into_another_order_follow_from_it(tmp_path: Path) -> None:
+    """ZeRO-1 and 2 fill their buckets as the gradients come: one rank's order mixes them (DeepSpeed 0.19.8)."""
+    events = run_distributed(_under_zero, 3, (str(tmp_path), 2, True))[0]
+    assert [(e["kind"], e["ranks"], e["step"], e["where"]) for e in alarms(events)] == [
+        ("config-mismatch", [ODD], STRIKE, "autocast")
+    ]
+    notes = [e for e in events if e["kind"] == "aggregation-error"]
+    assert [e["step"] for e in notes] == [STRIKE]
+    assert notes[0]["message"].startswith(f"Follows from the config-mismatch of step {STRIKE} (autocast): ")
 
 
 def _every_stage(directory: str) -> list[list[dict[str, Any]]]:
-    return [_under_zero(directory, stage) for stage in range(4)]
+    return [_under_zero(directory, stage, False) for stage in range(4)]
 
 
 def test_step_counters_and_settings_under_every_zero_stage(tmp_path: Path) -> None:
