@@ -18,16 +18,10 @@ from ds_silent.observing import start as observing_start
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from ds_silent.text import TORCH
 from tests.support.distributed import run_distributed
-from tests.support.training import Case, Probe, one_step
+from tests.support.training import Case, Probe, engine_of, one_step
 
 REFUSED = (ds_silent.ConfigError, ds_silent.SinkError)
 INVALID = {"direction": {"sketch_size": 1000}}
-
-
-def start(config: dict[str, Any]) -> Any:
-    torch.manual_seed(1234)
-    model = Probe(None)
-    return ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 # -- blocks that differ ------------------------------------------------------------------------------
@@ -48,7 +42,7 @@ DIFFERENT: list[tuple[dict[str, Any] | None, str]] = [  # the block of rank 1, a
 def refused(config: dict[str, Any]) -> tuple[str | None, bool | None]:
     """What starting raises here, and whether this rank is the one that tells."""
     try:
-        start(config)
+        engine_of(config)
     except REFUSED as error:
         return str(error), getattr(error, "teller", None)
     return None, None
@@ -100,7 +94,7 @@ def test_a_refusal_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
 
 def output_dirs(directory: str) -> Any:
     config = Case().config(Path(directory) / f"rank-{dist.get_rank()}", enabled=True)
-    engine = start(config)
+    engine = engine_of(config)
     one_step(engine, torch.Generator().manual_seed(dist.get_rank()))
     observer = ds_silent.observer_of(engine)
     assert observer is not None

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ds_silent
-from tests.support.distributed import gather_limit_of, run_distributed
-from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, one_step
+from tests.support.distributed import run_distributed
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, engine_of, one_step
 
 STEPS = 6
 
@@ -52,10 +52,7 @@ def fork_and_leave(observer: Any, how: str) -> int:
 def forked(directory: str, how: str, limit: int) -> dict[str, Any]:
     config = Case(stage=1).config(Path(directory, "on"), enabled=True)
     config["silent_consistency"]["tensorboard"] = True
-    torch.manual_seed(1234)
-    model = Probe(None)
-    with gather_limit_of(limit):
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(config, gather_limit=limit)
     observer = ds_silent.observer_of(engine)
     generator, statuses, me = torch.Generator().manual_seed(dist.get_rank()), [], os.getpid()
     if how == "worker":

@@ -16,7 +16,7 @@ from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.repairs import corrupted, noise
-from tests.support.training import Case, Probe, build, one_step
+from tests.support.training import Case, build, engine_of, one_step
 from tests.support.training import _hash_weights as hash_weights
 from tests.support.walk import CELLS, Outcome, Place, Walked, walk
 
@@ -141,9 +141,7 @@ def broken_for_good(directory: str, what: str) -> None:
     case, rank = Case(), dist.get_rank()
     config = case.config(Path(directory, "on"), enabled=True)
     config["silent_consistency"]["respond"] = {"on_aggregation_error": "retry"}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(config)
     observer = ds_silent.observer_of(engine)
     assert observer is not None
 

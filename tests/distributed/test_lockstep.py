@@ -17,7 +17,7 @@ from ds_silent.observing.lockstep import Lockstep
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.made_observations import gathered_of
-from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, _hash_weights, engine_of
 
 ITERATIONS = 9
 Act = Callable[[Any, Any, int], None]  # (engine, observer or None, iteration), on rank 1 after its step
@@ -85,9 +85,7 @@ def train(different: Different, stage: int, directory: Path, enabled: bool) -> d
     config = Case(stage=stage, accumulation=accumulation).config(directory, enabled)
     if enabled:
         config["silent_consistency"] |= different.block
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(config)
     observer = ds_silent.observer_of(engine)
     generator = torch.Generator().manual_seed(99 + rank)
     other = rank == 1 or different.everybody

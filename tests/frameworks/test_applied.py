@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ds_silent
 from ds_silent.frameworks.deepspeed.reduction import base_optimizers
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 from tests.support.matrix import FP32_ACCUMULATION, OFFLOAD
-from tests.support.training import Case, Probe, one_step
+from tests.support.training import Case, engine_of, one_step
 
 CASES = (
     Case(),
@@ -34,10 +33,7 @@ FACTOR_AT, NOISE_AT, IDLE_AT, STEPS = 3, 6, 9, 12
 
 def train(case: Case, interval: int, folder: Path) -> None:
     """Faults strike between DeepSpeed and its base optimizer, ahead of the observer's own look."""
-    torch.manual_seed(1234)
-    model: nn.Module = Probe(None)
-    config = case.config(folder, enabled=False)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(case.config(folder, enabled=False))
 
     def corrupt(optimizer: Any, args: Any, kwargs: Any) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm
 import pytest
 import torch
-from torch import Tensor
 
-from ds_silent.patches import Patches
 from tests.support.distributed import run_distributed
 from tests.support.healthy import (
     AUTOCAST,
@@ -26,6 +22,7 @@ from tests.support.healthy import (
     scale_data,
     train,
 )
+from tests.support.repairs import corrupted
 from tests.support.training import DTYPES, Case
 from tests.support.wrong_reductions import (
     FAULTY,
@@ -181,22 +178,7 @@ def test_micro_batches_that_enter_a_sum_are_told_apart(wrongs: list[Trace]) -> N
 RETRY = {**BLOCK, "respond": {"on_aggregation_error": "retry"}}
 
 
-def once(fault_step: int) -> Fault:
-    """Noise on one rank's result of one step's reductions, and not when they are repeated."""
-
-    def fault(engine: Any, patches: Patches) -> None:
-        def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            result = original(tensor, *args, **kwargs)
-            if engine.global_steps + 1 == fault_step and tensor.numel() > 1000 and left:
-                left -= 1
-                tensor.mul_(1.5)
-            return result
-
-        left = 1
-        patches.wrap(deepspeed.comm, "all_reduce", reduce)
-
-    return fault
+ONCE = corrupted(lambda tensor: tensor.mul_(1.5), range(RANKS), at=FAULTY)  # and not when it is repeated
 
 
 def run_others(directory: str) -> dict[str, Trace]:
@@ -208,8 +190,8 @@ def run_others(directory: str) -> dict[str, Trace]:
     for name, setting in (("sum", summed), ("sum-1", partitioned), ("clipped", clipped)):
         traces[name] = train(setting, folder / name, None)
         traces[f"{name}-guarded"] = train(setting, folder / f"{name}-guarded", RETRY)
-        traces[f"{name}-hit"] = train(setting, folder / f"{name}-hit", RETRY, once(FAULTY))
-    traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, once(FAULTY))
+        traces[f"{name}-hit"] = train(setting, folder / f"{name}-hit", RETRY, ONCE)
+    traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, ONCE)
     traces["mean"] = train(Setting("mean", Case()), folder / "mean", BLOCK)
     traces["total"] = train(Setting("total", Case(top=SUM)), folder / "total", BLOCK)
     traces["far"] = train(summed, folder / "far", BLOCK, gather_limit=1)

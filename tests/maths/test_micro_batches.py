@@ -16,7 +16,7 @@ from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.maths.causes import explain_micro_batches
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
-from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
+from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, _hash_weights, build
 
 RANKS, COUNT, LAYERS, SIZE = 2, 4, 3, 256
 TOLERANCE = 1e-6
@@ -88,18 +88,14 @@ class Drop:
 
 
 def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) -> dict[str, Any]:
-    torch.manual_seed(1234)
-    model, rank = Probe(None), dist.get_rank()
-    engine, *_ = ds_silent.initialize(
-        model=model, model_parameters=model.parameters(), config=case.config(Path(directory), enabled)
-    )
+    engine, rank = build(case, Path(directory), enabled), dist.get_rank()
     now = {"step": 0, "micro": 0}
 
     def behind_the_observer(gradient: Tensor) -> Tensor | None:
         due = rank in drop.ranks and drop.step <= now["step"] < drop.until and now["micro"] in drop.micro_batches
         return torch.zeros_like(gradient) if due else None
 
-    for parameter in model.parameters():
+    for parameter in engine.module.parameters():
         if parameter.requires_grad:
             parameter.register_hook(behind_the_observer)
     gathered = 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
-from tests.support.training import Case, Probe, build, one_step
+from tests.support.training import Case, build, engine_of, one_step
 
 
 def ended_by_an_event(directory: str, stop_on: str) -> dict[str, Any]:
@@ -20,15 +20,13 @@ def ended_by_an_event(directory: str, stop_on: str) -> dict[str, Any]:
     config = Case().config(Path(directory) / "on", enabled=True)
     config["silent_consistency"]["integrity"] = {"replica_interval": 1}
     config["silent_consistency"]["detectors"] = {"stop_on": stop_on}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(config)
     generator, steps, status = torch.Generator().manual_seed(dist.get_rank()), 0, None
     try:
         for steps in range(1, 9):
             if steps == 3 and dist.get_rank() == 1:
                 with torch.no_grad():
-                    model.frozen.weight[0, 0] += 1.0
+                    engine.module.frozen.weight[0, 0] += 1.0
             one_step(engine, generator)
     except SystemExit as end:
         status = end.code

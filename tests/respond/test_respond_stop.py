@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ds_silent
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import gather_limit_of, run_distributed
+from tests.support.distributed import run_distributed
 from tests.support.repairs import (
     FAULT,
     ODD,
@@ -28,7 +27,7 @@ from tests.support.repairs import (
     noise,
     trained,
 )
-from tests.support.training import Case, Probe, one_step
+from tests.support.training import Case, engine_of, one_step
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,7 @@ def stopped(directory: str) -> list[dict[str, Any]]:
         config = Case(stage=case.stage).config(Path(directory), enabled=False)
         settings = block(respond=case.respond, integrity={"replica_interval": 1})
         config["silent_consistency"] = {**settings, "output_dir": str(Path(directory, name))}
-        torch.manual_seed(1234)
-        model, patches = Probe(None), Patches()
-        with gather_limit_of(case.limit):
-            engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, patches = engine_of(config, gather_limit=case.limit), Patches()
         generator = torch.Generator().manual_seed(dist.get_rank())
         case.fault(engine, patches)
         status, steps = None, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-import ds_silent
 from ds_silent.drill import training as drill_training
 from ds_silent.drill.faults.aggregate import flip_some
 from ds_silent.drill.faults.injection import Maker, Target, add_noise, once, one
@@ -22,8 +21,7 @@ from ds_silent.drill.faults.update import skipped
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
 from ds_silent.practice.probe import hash_of
-from tests.support.distributed import gather_limit_of
-from tests.support.training import Case, Probe, one_step
+from tests.support.training import Case, engine_of, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2
 Fault = Callable[[Any, Patches], None]
@@ -50,10 +48,7 @@ def trained(
     config = case.config(output_dir, enabled=False)
     if settings is not None:
         config["silent_consistency"] = {**copy.deepcopy(settings), "output_dir": str(output_dir)}
-    torch.manual_seed(1234)
-    model = Probe(None)
-    with gather_limit_of(gather_limit):
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(config, gather_limit=gather_limit)
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     patches = Patches()
     try:
@@ -77,8 +72,8 @@ def state_of(engine: Any) -> str:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: int = 1) -> Fault:
-    """The result of the first gradient reductions of step ``FAULT`` is changed on some ranks."""
+def corrupted(change: Callable[[Tensor], object], ranks: Sequence[int], times: int = 1, at: int = FAULT) -> Fault:
+    """The result of the first gradient reductions of a step is changed on some ranks."""
 
     def fault(engine: Any, patches: Patches) -> None:
         left = times
@@ -86,7 +81,7 @@ def corrupted(change: Callable[[Tensor], None], ranks: tuple[int, ...], times: i
         def reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal left
             result = original(tensor, *args, **kwargs)
-            if engine.global_steps + 1 == FAULT and tensor.numel() > 1000 and left:
+            if engine.global_steps + 1 == at and tensor.numel() > 1000 and left:
                 left -= 1
                 if dist.get_rank() in ranks:
                     change(tensor)

@@ -109,12 +109,15 @@ class Case:
 
 
 def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int = GATHER_LIMIT) -> Any:
+    return engine_of(case.config(output_dir, enabled), case.checkpointing, gather_limit)
+
+
+def engine_of(config: dict[str, Any], checkpointing: str | None = None, gather_limit: int = GATHER_LIMIT) -> Any:
+    """Give the probe, with the same weights each time, to ``ds_silent.initialize``."""
     torch.manual_seed(1234)
-    model = Probe(case.checkpointing)
-    config = case.config(output_dir, enabled)
+    model = Probe(checkpointing)
     with gather_limit_of(gather_limit):
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+        return ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def one_step(engine: Any, generator: torch.Generator) -> None:

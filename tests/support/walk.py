@@ -34,7 +34,7 @@ from ds_silent.observing import recorder
 from ds_silent.sinks.jsonl import read_events
 from ds_silent.sinks.worker import OneTask
 from tests.support.distributed import gather_limit_of
-from tests.support.training import Case, Probe, one_step
+from tests.support.training import Case, engine_of, one_step
 from tests.support.training import _hash_weights as hash_weights
 
 PACKAGE = str(Path(ds_silent.__file__).parent)
@@ -164,10 +164,7 @@ class _Pair:
         self._number = self.before = 0  # steps before the observation
 
     def _build(self) -> Any:
-        torch.manual_seed(1234)
-        model = Probe(None)
-        config = self.cell.case.config(self._directory, enabled=False)
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine = engine_of(self.cell.case.config(self._directory, enabled=False))
         if self.cell.apart and dist.get_rank() == 1:
             with torch.no_grad():
                 engine.module.frozen.weight[0, 0] += 1.0
