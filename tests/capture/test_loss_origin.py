@@ -74,6 +74,7 @@ def test_a_share(logits: Tensor) -> None:
 def test_the_reduction_of_the_nearest_loss_is_read(logits: Tensor, reduction: str, found: int) -> None:
     loss = torch.nn.functional.cross_entropy(logits, torch.arange(4), reduction=reduction).sum()
     assert reduction_near(loss / 2 + logits.square().mean()) == found
+    assert reduction_near(logits.square().mean() + loss / 2) == found
     assert reduction_near(logits.square().mean()) is None
     assert reduction_near(logits.detach()) is None
 
@@ -99,6 +100,7 @@ def _deep(x: Tensor) -> Tensor:
     [
         (lambda x: torch.cat(collectives.all_gather(x)), True),
         (lambda x: collectives.all_reduce(x), True),
+        (lambda x: x.exp() + collectives.all_reduce(x), True),
         (lambda x: functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD).wait(), True),
         (lambda x: x * x.exp(), False),
         (lambda x: _deep(collectives.all_reduce(x)), False),  # deep in a model, as between experts
