@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ds_silent.commands.compare_runs import PARTED, TOGETHER, wrong
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
+from ds_silent.comparison.output import say
 from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
@@ -64,7 +65,7 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
         directory = Path(options.directory) / package
         train = partial(_train, package, directory, command, _block())
         console = Console(highlight=False)
-        console.print(Text(printable(f"{package} {options.good}: trains")), soft_wrap=True)
+        say(console, f"{package} {options.good}: trains")
         right = train(options.good)
 
         def compared(release: str) -> TrainingComparison:
@@ -72,9 +73,9 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
                 one = compare(right, train(release), tolerance=options.tolerance)
             except ImpossibleError as error:
                 if release != options.bad:  # whose error ends the search, and is its answer
-                    console.print(Text(printable(one_line(f"{package} {release}: left out, {error}"))), soft_wrap=True)
+                    say(console, f"{package} {release}: left out, {error}")
                 raise
-            console.print(Text(printable(f"{package} {release}: {one.sentence}")), soft_wrap=True)
+            say(console, f"{package} {release}: {one.sentence}")
             return one
 
         found = first_that_parts(releases, compared)
@@ -212,7 +213,7 @@ def _as_json(package: str, found: Bisection) -> dict[str, Any]:
 
 
 def _print_found(package: str, good: str, releases: Sequence[str], found: Bisection, console: Console) -> None:
-    console.print(Text(printable(answer(package, good, found))), soft_wrap=True)
+    say(console, answer(package, good, found))
     table = Table()
     for title in ("release", "step", "link", "layer"):
         table.add_column(title)

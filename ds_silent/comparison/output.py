@@ -30,13 +30,18 @@ STATES = {
 }
 
 
+def say(console: Console, line: str) -> None:
+    """Print one line, whatever names and sentences from outside hold."""
+    console.print(Text(printable(one_line(line))), soft_wrap=True)
+
+
 def print_comparison(found: TrainingComparison, console: Console, brief: bool = False) -> None:
     """Print the answer, and behind it the table, the settings and what was left out; ``brief``: the answer alone."""
-    console.print(Text(printable(found.sentence)), soft_wrap=True)
+    say(console, found.sentence)
     if brief:
         return
-    console.print(Text(printable(one_line(f"A: {found.a}"))), soft_wrap=True)
-    console.print(Text(printable(one_line(f"B: {found.b}"))), soft_wrap=True)
+    say(console, f"A: {found.a}")
+    say(console, f"B: {found.b}")
     console.print(_table(found))
     for title, lines in (
         ("Settings that differ", [one.sentence for one in found.settings if not one.shares]),
@@ -46,7 +51,7 @@ def print_comparison(found: TrainingComparison, console: Console, brief: bool = 
         if lines:
             console.print(f"{title}:")
         for line in lines[:MOST_LINES]:
-            console.print(Text(printable(one_line(f"  {line}"))), soft_wrap=True)
+            say(console, f"  {line}")
         if len(lines) > MOST_LINES:
             console.print(f"  and {len(lines) - MOST_LINES} more")
 

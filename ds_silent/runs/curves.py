@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from ds_silent.comparison.output import say
 from ds_silent.metrics import METRICS
 from ds_silent.runs.run import read_run
-from ds_silent.text import one_line, printable
 
 Floats = npt.NDArray[np.float64]
 LEVEL = 0.95
@@ -152,9 +151,8 @@ def curves_sentence(found: tuple[CurveDifference, ...]) -> str:
 
 def print_curves(found: tuple[CurveDifference, ...], runs: Sequence[str], console: Console) -> None:
     """Print the answer, and behind it which run is which and a line for each metric."""
-    lines = curves_sentence(found), *(f"{name}: {run}" for name, run in zip("AB", runs, strict=True))
-    for line in lines:
-        console.print(Text(printable(one_line(line))), soft_wrap=True)
+    for line in (curves_sentence(found), *(f"{name}: {run}" for name, run in zip("AB", runs, strict=True))):
+        say(console, line)
     table = Table()
     for title in ("metric", "blocks", "mean of A", "mean of B", "B - A", "interval", "verdict"):
         table.add_column(title, justify="left" if title in ("metric", "verdict") else "right")
