@@ -337,21 +337,19 @@ def buffers_of(module: nn.Module) -> Items:
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
     """Return parameters that only the optimizers have: fp32 masters."""
     own = {id(parameter) for parameter in module.parameters()}
-    groups = _groups(optimizers)
     return [
         (f"master weights {g}.{p}", parameter)
-        for g, group in enumerate(groups)
-        for p, parameter in enumerate(group["params"])
+        for g, parameters in enumerate(groups_of(optimizers))
+        for p, parameter in enumerate(parameters)
         if id(parameter) not in own
     ]
 
 
 def states_of(optimizers: Sequence[Any]) -> Items:
     """Return the optimizers' own tensors."""
-    places = ((g, p, state) for g, p, state in _states(optimizers))
     return [
         (f"optimizer {key} {g}.{p}", value)
-        for g, p, state in places
+        for g, p, state in _states(optimizers)
         for key, value in state.items()
         if isinstance(value, Tensor)
     ]
@@ -367,28 +365,23 @@ def replica_of(module: nn.Module, optimizers: Sequence[Any], optimizer_state: bo
     if not optimizer_state:
         return Replica(items, lambda: None)
     numbers = _step_numbers(optimizers)
-    counts = torch.tensor([int(where[key]) for where, key in numbers], dtype=torch.int64)
+    counts = torch.tensor([int(where["step"]) for where in numbers], dtype=torch.int64)
 
     def write_back() -> None:
-        for (where, key), count in zip(numbers, counts.tolist(), strict=True):
-            where[key] = type(where[key])(count)
+        for where, count in zip(numbers, counts.tolist(), strict=True):
+            where["step"] = type(where["step"])(count)
 
     items += states_of(optimizers)
     return Replica([*items, ("optimizer step numbers", counts)] if numbers else items, write_back)
 
 
-def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-
-
 def _states(optimizers: Sequence[Any]) -> list[tuple[int, int, dict[str, Any]]]:
-    found = []
-    for optimizer in optimizers:
-        for group in getattr(optimizer, "param_groups", ()):
-            found.append([optimizer.state.get(parameter, {}) for parameter in group["params"]])
-    return [(g, p, state) for g, states in enumerate(found) for p, state in enumerate(states)]
+    held = [(one.state, parameters) for one in optimizers for parameters in groups_of([one])]
+    return [(g, p, state.get(one, {})) for g, (state, own) in enumerate(held) for p, one in enumerate(own)]
 
 
-def _step_numbers(optimizers: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
-    places = [*_groups(optimizers), *(state for _, _, state in _states(optimizers))]
-    return [(where, "step") for where in places if isinstance(where.get("step"), (int, float))]
+def _step_numbers(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return what holds a step number: parameter groups and states."""
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    places = [*groups, *(state for _, _, state in _states(optimizers))]
+    return [where for where in places if isinstance(where.get("step"), (int, float))]
