@@ -68,9 +68,7 @@ def record_of(ranks: int, **changes: float):  # type: ignore[no-untyped-def]
 
 
 def from_numbers(ranks: int) -> list[Finding]:
-    unlabelled = Evidence(
-        dealt="random", label_tokens=(0,) * ranks, zero_gradient=dict.fromkeys(range(ranks), LAYERS[0])
-    )
+    unlabelled = Evidence(dealt="random", label_tokens=(0,) * ranks, zero_gradient=frozenset(range(ranks)))
     nan = record_of(ranks, loss=np.nan, norm=np.nan)
     stale = Evidence(stale_parameters=(7,) * (ranks - 1) + (0,))
     return [

@@ -120,23 +120,20 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
         return []
     ranks = tuple(sorted(zero))
     cause = _unlabelled(ranks, extras)
-    layers = [layer for rank in ranks if (layer := extras.zero_gradient.get(rank)) is not None]
-    place = f", beginning with {layers[0]}" if layers else ""
-    message = f"The gradient of {named(ranks, record.world_size)} is exactly zero in all parameters{place}{cause}."
+    message = f"The gradient of {named(ranks, record.world_size)} is exactly zero in all parameters{cause}."
     remedy = (
         _LABELS
         if cause
         else "Look for a detached loss, parameters that do not require gradients, or a batch without labels."
     )
-    where = layers[0] if layers else "gradient"
     key = f"zero-gradient:{','.join(map(str, ranks))}"
-    return [Finding(key, "zero-gradient", "error", ranks, where, 0.0, None, message, remedy, record.step)]
+    return [Finding(key, "zero-gradient", "error", ranks, "gradient", 0.0, None, message, remedy, record.step)]
 
 
 def _zero(record: StepRecord, extras: Evidence) -> set[int]:
     norms = record.grad_norm.per_rank or ()
     zero = {rank for rank, norm in enumerate(norms) if norm == 0.0} if 0.0 in norms else set()
-    return zero | set(extras.zero_gradient)
+    return zero | extras.zero_gradient
 
 
 def _unlabelled(ranks: tuple[int, ...], extras: Evidence) -> str:

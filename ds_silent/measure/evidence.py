@@ -216,7 +216,7 @@ class Evidence:
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
     passes_alike: int = 1  # in a row, as the sampler's own epoch says; 1 where the script's ids show the order
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
-    zero_gradient: Mapping[int, str | None] = field(default_factory=dict)  # rank → first layer without gradient
+    zero_gradient: frozenset[int] = frozenset()  # ranks
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it

@@ -331,23 +331,21 @@ def layer_values(gathered: Gathered, names: tuple[str, ...]) -> LayerValues | No
     return LayerValues(names, squares.log().numpy() / 2.0, cosines)
 
 
-def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], dict[int, str | None]]:
-    """Rank -> layer of non-finite and of zero gradients. Backward runs from the last layer to the first, so a NaN is
-    born in the last layer that has one."""
+def _broken(gathered: Gathered, names: tuple[str, ...]) -> tuple[dict[int, str | None], frozenset[int]]:
+    """Return rank -> layer of non-finite gradients, and the ranks of zero ones.
+
+    Backward runs from the last layer to the first, so a NaN is born in the last layer that has one.
+    """
     if not on_all(gathered.local.seen):
-        return {}, {}
-    norms_known = on_all(gathered.local.norm_seen)
+        return {}, frozenset()
     squares: Tensor = gathered.layer_squares
     whole = gathered.local.squared
-    if not norms_known:
+    if not on_all(gathered.local.norm_seen):
         if gathered.each is None:
-            return {}, {}
+            return {}, frozenset()
         squares, whole = squares[:, :0], gathered.each.sketches.square().sum(dim=1)
     non_finite: dict[int, str | None] = {}
-    zero: dict[int, str | None] = {}
     for rank in torch.nonzero(~torch.isfinite(whole)).flatten().tolist():
         layers = torch.nonzero(~torch.isfinite(squares[rank])).flatten().tolist()
         non_finite[rank] = names[layers[-1]] if layers else None
-    for rank in torch.nonzero(whole == 0.0).flatten().tolist():
-        zero[rank] = None
-    return non_finite, zero
+    return non_finite, frozenset(torch.nonzero(whole == 0.0).flatten().tolist())
