@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
@@ -27,15 +27,10 @@ from ds_silent.runs.run import read_run
 from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.jsonl import read_events
 from finetune.sampler import Plan, ResumableSampler
-from tests.capture.test_own_loaders import Net, Pairs
+from tests.capture.test_own_loaders import Net, Pairs, Stream
 from tests.support.distributed import run_distributed
 
 ROWS: Any = list(range(40))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(10))
 
 
 class ByLength(DistributedSampler[int]):

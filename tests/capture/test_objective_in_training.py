@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.loss_graph import terms_of
+from ds_silent.drill.verdicts import alarms
 from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -171,10 +172,6 @@ HEALTHY: dict[str, Loss] = {
 }
 
 
-def _alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [event for event in events if event["severity"] != "info"]
-
-
 def _train(name: str, loss: Loss, directory: str, uneven: bool, observed: bool, **named: Any) -> tuple[Any, Any, str]:
     """Events and records on rank 0, and the weights."""
     rank = dist.get_rank()
@@ -221,7 +218,7 @@ def test_a_rank_with_another_objective_is_told_at_its_first_step(ranks: int) -> 
     with tempfile.TemporaryDirectory() as directory:
         done = run_distributed(_train_faults, ranks, (directory,), timeout=300)[0]
     for (name, (_, node)), (events, _, _) in zip(FAULTS.items(), done, strict=True):
-        found = [event for event in _alarms(events) if event["kind"] not in ("batch-size-mismatch",)]
+        found = [event for event in alarms(events) if event["kind"] not in ("batch-size-mismatch",)]
         assert [(e["kind"], e["severity"], e["step"]) for e in found] == [("objective-mismatch", "error", 1)], name
         assert found[0]["ranks"] == ([0, 1] if ranks == 2 else [1]), name
         assert node in found[0]["message"], (name, found[0]["message"])
@@ -262,11 +259,11 @@ def test_what_begins_later_what_stays_and_the_records() -> None:
         ranks = run_distributed(_train_more, 3, (directory,), timeout=300)
     later, scaled, part, plain, watched = ranks[0]
     for events, records, _ in (later, scaled):
-        assert [(e["kind"], e["ranks"], e["step"]) for e in _alarms(events)] == [("objective-mismatch", [1], 5)]
+        assert [(e["kind"], e["ranks"], e["step"]) for e in alarms(events)] == [("objective-mismatch", [1], 5)]
         sums = [record["objective"]["weight_sum"] for record in records]
         assert sums == pytest.approx([1.0] * 4 + [(2 + 0.25) / 3] * (STEPS - 4), rel=1e-5)
     # another weight of one term of several may come of the data: it is told when it has stayed
-    assert [(e["kind"], e["ranks"], e["step"]) for e in _alarms(part[0])] == [("objective-mismatch", [1], 8)]
+    assert [(e["kind"], e["ranks"], e["step"]) for e in alarms(part[0])] == [("objective-mismatch", [1], 8)]
     assert plain[2] == watched[2]
     assert len({rank[4][2] for rank in ranks}) == 1
     for record in watched[1]:

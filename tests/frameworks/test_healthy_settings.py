@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.frameworks.test_oracle import chunks
 from tests.support.distributed import run_distributed
 from tests.support.healthy import (
     AUTOCAST,
@@ -81,10 +82,6 @@ def check_records(setting: Setting, trace: Trace, ranks: int) -> None:
 def test_what_is_healthy_is_not_told(tmp_path: Path) -> None:
     quick = tuple(setting for setting in SETTINGS if setting.quick)
     check(quick, run_distributed(run, RANKS, (quick, str(tmp_path)), timeout=550))
-
-
-def chunks(settings: tuple[Setting, ...], size: int) -> list[tuple[Setting, ...]]:
-    return [settings[first : first + size] for first in range(0, len(settings), size)]
 
 
 @pytest.mark.matrix

@@ -37,7 +37,7 @@ def run_cases(
     return results
 
 
-def chunks(cases: tuple[Case, ...], size: int) -> list[tuple[Case, ...]]:
+def chunks(cases: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
     return [cases[first : first + size] for first in range(0, len(cases), size)]
 
 

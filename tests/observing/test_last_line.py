@@ -1,4 +1,4 @@
-"""What a run prints last, where another rank is killed."""
+"""How a training ends that breaks off: its last printed line, the record of its last step, and what has ended it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
@@ -98,3 +100,35 @@ def last_step_is_lost(directory: str) -> str | None:
 
 def test_a_collective_that_breaks_at_the_end_is_what_has_ended_the_training(tmp_path: Path) -> None:
     assert run_distributed(last_step_is_lost, 2, (str(tmp_path),))[0] == "ConnectionError"
+
+
+class Breaks(torch.optim.SGD):
+    """Like a parameter that cannot be written: the second step finds it out."""
+
+    steps = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 2:
+            raise RuntimeError("no more memory")
+        super().step(closure)
+
+
+def breaks(directory: str) -> str:
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = Breaks(model.parameters(), lr=0.1)
+    config = {"output_dir": directory, "trace": {}, "tensorboard": False}
+    try:
+        with ds_silent.observe(model, optimizer, config=config):
+            while True:
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).mean().backward()
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_the_step_under_way_is_recorded(tmp_path: Path) -> None:
+    assert run_distributed(breaks, 2, (str(tmp_path),), timeout=100) == ["no more memory"] * 2
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]

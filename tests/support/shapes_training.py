@@ -25,7 +25,6 @@ from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 WIDTH, LENGTH, ROWS, CLASSES, RATE = 8, 6, 2, 5, 0.1
-Harm = Callable[[Any], None]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 from torch import Tensor, nn
@@ -114,6 +115,8 @@ def build(case: Case, output_dir: Path, enabled: bool = True, gather_limit: int 
 
 def engine_of(config: dict[str, Any], checkpointing: str | None = None, gather_limit: int = GATHER_LIMIT) -> Any:
     """Give the probe, with the same weights each time, to ``ds_silent.initialize``."""
+    if "fp16" in config:  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
+        get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(1234)
     model = Probe(checkpointing)
     with gather_limit_of(gather_limit):
@@ -143,10 +146,6 @@ def train(
     case: Case, output_dir: Path, steps: int, enabled: bool, oracle: bool = False, gather_limit: int = GATHER_LIMIT
 ) -> Trace:
     """Train ``steps`` optimizer steps; with ``oracle``, recompute every rank's gradient with a plain torch copy."""
-    if case.dtype == "fp16":  # DeepSpeed's CPU accelerator refuses fp16 although torch computes it
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().is_fp16_supported = lambda: True
     engine, copy = build(case, output_dir, enabled, gather_limit), Probe(None)
     generator = torch.Generator().manual_seed(99 + dist.get_rank())
     losses, expected = [], []
