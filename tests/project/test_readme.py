@@ -91,6 +91,7 @@ SLOW: dict[str, float] = {
     "make compare-releases": 60,
     "make compare-versions GOOD=0.18.3 BAD=0.19.8": 30,
     "python benchmarks/bandwidth.py": 2,
+    "python benchmarks/overhead.py --device cuda": 2,
     "ds-silent drill --framework ddp": 30,
     "ds-silent drill --framework megatron": 40,
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
