@@ -136,3 +136,49 @@ def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
     assert accumulator.refused is None
     assert launched.count == 2 * 41
     assert launched.bytes / 2 <= 0.073 * 2 * sum(NUMELS)
+
+
+class Compiled:
+    """Stands for the kernel: what is compiled for some arguments, and what is launched without asking Triton again."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.compiled, self.launched, self._refuses = 0, 0, refuses
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def compile_and_launch(*arguments: Any, **options: Any) -> Any:
+            self.compiled += 1
+            return {grid: self._launch}
+
+        return compile_and_launch
+
+    def _launch(self, *arguments: Any) -> None:
+        if self._refuses:
+            raise TypeError("function takes exactly 22 arguments (36 given)")
+        self.launched += 1
+
+
+def reads_of(stand_in: Compiled, monkeypatch: pytest.MonkeyPatch) -> FusedAccumulator:
+    """Read two tensors twice: one whose address is a multiple of 16 bytes, and one whose address is not."""
+    pytest.importorskip("triton")
+    from ds_silent.kernels import sketch_triton
+
+    monkeypatch.setattr(sketch_triton, "read", stand_in)
+    accumulator = FusedAccumulator(make_plan(2048, 256), [0, 1024], [1024, 1024])
+    memory = torch.empty(2048)
+    for _ in range(2):
+        accumulator.add(0, memory[:1024])
+        accumulator.add(1, memory[1 : 1 + 1024])
+    return accumulator
+
+
+def test_what_was_compiled_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code for aligned addresses must not read others."""
+    stand_in = Compiled()
+    assert reads_of(stand_in, monkeypatch).refused is None
+    assert (stand_in.compiled, stand_in.launched) == (2, 2)
+
+
+def test_a_triton_that_takes_no_constants_at_a_launch_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Compiled(refuses=True)
+    assert reads_of(stand_in, monkeypatch).refused is None
+    assert (stand_in.compiled, stand_in.launched) == (4, 0)
