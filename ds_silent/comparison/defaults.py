@@ -25,11 +25,13 @@ SHARES = re.compile(
 OF_GROUP = re.compile(r"(.+) of group \d+")
 """The name of a setting that is listed for each group of parameters, because the groups differ in it."""
 PRECISION = "precision of the gradients"
+OF_MODEL = "model: "
+"""Begins the names of settings of the model's modules, such as ``model: eps`` of its norms."""
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "rows": ("sampler", "shuffle", "drop_last", "seed", "epoch", "batch"),
     "weights": ("seed", "init", "checkpoint", "precision of the trainable"),
-    "loss": ("smoothing", "dropout", "attention", "loss", "autocast", "precision of the", "tf32", "seed"),
-    "local": ("attention", "dropout", "autocast", "precision of the", "loss scale", "tf32", "accum"),
+    "loss": ("smoothing", "dropout", "attention", "loss", OF_MODEL, "autocast", "precision of the", "tf32", "seed"),
+    "local": ("attention", "dropout", OF_MODEL, "autocast", "precision of the", "loss scale", "tf32", "accum"),
     "reduced": ("communication_data_type", "prescale", "predivide", "reduc"),
     "applied": ("clip", "max_norm", "loss scale"),
     "update": (
@@ -66,9 +68,12 @@ class SettingDifference:
 def setting_differences(a: Head, b: Head) -> tuple[SettingDifference, ...]:
     """Return them in the order of A's settings, B's own last."""
     found = []
+    of_model = all(any(name.startswith(OF_MODEL) for name in head.settings) for head in (a, b))  # not in older traces
     ours, theirs = _by_group(a.settings, b.settings), _by_group(b.settings, a.settings)
     for name in dict.fromkeys([*ours, *theirs]):
         (one, from_a), (other, from_b) = setting_of(ours, name), setting_of(theirs, name)
+        if name.startswith(OF_MODEL) and not of_model:
+            continue
         if one != other or (from_a is None) != (from_b is None):
             found.append(SettingDifference(name, one, other, from_a, from_b, bool(SHARES.search(name))))
     if a.precision != b.precision:
@@ -95,7 +100,8 @@ def setting_of(settings: Mapping[str, Any], name: str) -> tuple[Any, str | None]
 
 def explaining(link: str, found: Iterable[SettingDifference], likely: str = "") -> SettingDifference | None:
     """Return the likeliest setting that explains why a link parts; ``likely``: a part of its name, asked first."""
-    candidates = [one for one in found if not one.shares]
+    forward = link in ("loss", "local")  # the optimizer has an epsilon and a momentum of its own
+    candidates = [one for one in found if not one.shares and (forward or not one.name.startswith(OF_MODEL))]
     if link in ("update", "rates"):  # another kind of optimizer has other settings too
         candidates.sort(key=lambda one: one.name != "optimizer")
         likely = "optimizer" if candidates and candidates[0].name == "optimizer" else likely

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_silent.comparison.defaults import OF_MODEL
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework, Origin, Setting
+from ds_silent.preflight.settings import PROBABILITIES, settings_of
 from ds_silent.rules.known_optimizers import known_form
 
 MOST_GROUPS, SHOWN = 8, 6
 _PLAIN = (bool, int, float, str, type(None))
+_DROPPED = frozenset({"p", *PROBABILITIES})  # a setting of its own
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
@@ -39,7 +42,21 @@ def settings_in_force(framework: Framework) -> dict[str, Setting]:
     attention = getattr(getattr(framework.module, "config", None), "_attn_implementation", None)
     if isinstance(attention, str):
         found["attention implementation"] = Setting(attention, "framework")
-    return found | _of_torch()
+    return found | _of_modules(framework.module) | _of_torch()
+
+
+def _of_modules(module: Any) -> dict[str, Setting]:
+    """Return the fractions and words that modules are set to, such as a norm's epsilon: of an attribute all values."""
+    found: dict[str, set[float | str]] = {}
+    for inner in module.modules():
+        for name in settings_of(inner):
+            value = inner.__dict__[name]
+            if isinstance(value, (float, str)) and name not in _DROPPED:
+                found.setdefault(name, set()).add(value)
+    return {
+        f"{OF_MODEL}{name}": Setting(listed(sorted(map(str, values)), SHOWN, "values"), "framework")
+        for name, values in sorted(found.items())
+    }
 
 
 def _of_torch() -> dict[str, Setting]:
@@ -66,7 +83,8 @@ def _of_optimizer(optimizer: Any, framework: Framework) -> Iterator[tuple[str, S
     yield "optimizer's update", Setting("not checked" if known_form(optimizer) is None else "checked", "framework")
     groups = optimizer.param_groups
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]})
-    yield "precision of what the optimizer steps", Setting(", ".join(dtypes), "framework")
+    if dtypes:  # ZeRO stage 3 fills its groups within a step
+        yield "precision of what the optimizer steps", Setting(", ".join(dtypes), "framework")
     defaults = _defaults_of(type(optimizer))
     names = dict.fromkeys(key for group in groups for key in group if key != "params" and key not in _OF_SCHEDULES)
     for name in names:

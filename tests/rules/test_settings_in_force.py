@@ -50,7 +50,7 @@ class Stand:
 
 
 def test_each_value_says_whose_it_is() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.GELU(approximate="tanh"), nn.Dropout(0.1))
     model.config = SimpleNamespace(_attn_implementation="sdpa")  # type: ignore[assignment]
     groups = [{"params": [model[0].weight]}, {"params": [model[0].bias, *model[1].parameters()], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-4, weight_decay=0.1)
@@ -66,6 +66,9 @@ def test_each_value_says_whose_it_is() -> None:
     assert found["gradient_clipping"] == (1.0, "yours")
     assert found["micro-batches of a step"] == (4, "yours")
     assert found["decoupled_weight_decay"] == (True, "framework"), "AdamW says so to Adam, and nobody to AdamW"
+    assert found["model: approximate"] == ("tanh", "framework")
+    assert found["model: eps"] == ("1e-05", "framework"), "of the norm"
+    assert "model: p" not in found
     assert "micro-batches of a step" not in settings_in_force(Stand(model, [optimizer])), "nobody has said a number"  # type: ignore[arg-type]
     assert found["attention implementation"] == ("sdpa", "framework")
     assert found["precision of what the optimizer steps"] == ("float32", "framework")
@@ -155,9 +158,12 @@ def test_a_tensor_is_read_on_the_host_alone() -> None:
 def trainings(directory: Path) -> None:
     engine = training.build(Case(1, "bf16", clipping=0.5, accumulation=2), directory / "zero")
     training.one_step(engine, torch.Generator().manual_seed(dist.get_rank()))
-    observer = ds_silent.observer_of(engine)
-    assert observer is not None
-    observer.close()
+    engine3 = training.build(Case(3, "bf16"), directory / "zero3")
+    training.one_step(engine3, torch.Generator().manual_seed(dist.get_rank()))
+    for one in (engine, engine3):
+        observer = ds_silent.observer_of(one)
+        assert observer is not None
+        observer.close()
     model = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
     config = {"output_dir": str(directory / "ddp"), "tensorboard": False}
     with ds_silent.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config):
@@ -166,7 +172,10 @@ def trainings(directory: Path) -> None:
 
 def test_they_are_in_the_records_and_on_the_page(tmp_path: Path) -> None:
     run_distributed(trainings, 2, (tmp_path,))
-    zero, ddp = (json.loads((tmp_path / name / "run.json").read_text())["settings"] for name in ("zero", "ddp"))
+    zero, zero3, ddp = (
+        json.loads((tmp_path / name / "run.json").read_text())["settings"] for name in ("zero", "zero3", "ddp")
+    )
+    assert zero3["precision of what the optimizer steps"] == {"value": "float32", "from": "framework"}
     assert zero["gradient_clipping"] == {"value": 0.5, "from": "yours"}
     assert zero["micro-batches of a step"] == {"value": 2, "from": "yours"}
     assert zero["zero_optimization.reduce_bucket_size"] == {"value": 500_000_000, "from": "default"}

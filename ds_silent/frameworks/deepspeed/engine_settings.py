@@ -48,6 +48,10 @@ def settings_of(engine: Any) -> dict[str, Setting]:
     communication = str(engine.communication_data_type).removeprefix("torch.")
     given = _stands(config, "communication_data_type")
     found["communication_data_type"] = Setting(communication, "yours" if given else "framework")
+    masters = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3, whose groups are empty here
+    if masters:
+        dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in masters})
+        found["precision of what the optimizer steps"] = Setting(", ".join(dtypes), "framework")
     scale = getattr(engine.optimizer, "loss_scale", None)
     if engine.fp16_enabled() and isinstance(scale, (int, float)):
         given = _stands(config, "fp16.loss_scale") or _stands(config, "fp16.initial_scale_power")
