@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
 from ds_silent.comparison.differences import Differences, differences
-from ds_silent.comparison.explanation import Case, Explanation, explain
+from ds_silent.comparison.explanation import LOOKED_BEHIND, Case, Explanation, explain
 from ds_silent.comparison.judgement import ChainJudge
 from ds_silent.comparison.levels import Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
@@ -136,7 +136,8 @@ class _Comparer:
 
     def _case(self, finding: Parting, apart: Differences, loaded: str, number: int) -> Case:
         held = self.pairs, self.bounds, self.heads, self.traces, self.settings
-        return Case(finding, apart, *held, loaded, number == 0, number <= 1)
+        later = self.steps.steps[number + 1 : number + 1 + LOOKED_BEHIND]
+        return Case(finding, apart, *held, loaded, number == 0, number <= 1, later)
 
     def _differences(self) -> Iterator[Differences]:
         """Yield each pair of steps."""
@@ -181,6 +182,7 @@ class _Comparer:
             version_differences(*self.heads),
             os.fspath(self.traces[0].path),
             os.fspath(self.traces[1].path),
+            self.steps.left_out,
         )
 
     def _unknown(self, judge: ChainJudge) -> Iterator[str]:

@@ -35,6 +35,7 @@ from ds_silent.trace import Head, Rows, Trace
 Said = tuple[str, float | None, str]
 """The sentence, the factor, and a part of the name of the setting that would explain it best."""
 LOOKED_AROUND = 32  # steps, for the rows of this one
+LOOKED_BEHIND = 1000  # steps, for how many have other rows
 AHEAD = 2  # steps at which a schedule must be a step ahead
 
 
@@ -52,6 +53,7 @@ class Case:
     loaded: str = ""  # A, B or both went on from a checkpoint right before
     first: bool = False
     early: bool = False  # at the first step, or at the next, where its update is first used
+    later: tuple[tuple[int, int], ...] = ()  # the pairs of steps behind it
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def explain(case: Case) -> Explanation:
     cause, factor, likely = asked[case.parting.link](case) if case.parting.kind != "bias" else _leans(case)
     if case.loaded and case.parting.kind != "bias":
         cause += f"; {case.loaded} went on from a checkpoint right before"
-    if case.early and case.pairs.lonely and case.parting.link in ("loss", "local", "reduced", "update"):
-        cause += f"; {case.pairs.lonely}"
+    if lonely := _lonely(case):
+        cause = f"{cause}; {lonely}" if factor is not None else f"{lonely}; {cause}"
     setting = explaining(case.parting.link, case.settings, likely)
     if setting is not None:
         cause += f" ({setting.sentence})"
@@ -104,18 +106,27 @@ def _rows(case: Case) -> Said:
     assert one is not None
     assert other is not None
     if one.count != other.count:
-        return f"a step takes {one.count} rows in A and {other.count} in B", None, "batch"
-    step = case.apart.a.step
+        taken = zip((one.count, other.count), case.heads, "AB", strict=True)
+        said = [f"{count} rows in {name} ({_shared_by(head)})" for count, head, name in taken]
+        return f"a step takes {said[0]} and {said[1]}", None, "batch"
     for here, wanted, names in ((0, other, "BA"), (1, one, "AB")):
         at = (case.apart.a, case.apart.b)[here].step
         if (found := _step_with(case.traces[here], wanted, at)) is not None:
             whose = f"{names[0]}'s rows of this step are those of {names[1]}'s step {found}"
             return f"{whose}: the order is shifted", None, ""
-    a, b = case.traces
-    agree = [a.at(n).rows == b.at(n).rows for n in range(step + 1, step + 4) if n in a and n in b]
-    if agree and all(agree):
-        return "other rows in this step alone; the next ones have the same again", None, ""
+    later = [case.traces[0].at(here).rows == case.traces[1].at(there).rows for here, there in case.later]
+    others = later.count(False)
+    if later and not others:
+        return f"other rows in this step alone; the next {len(later)} have the same", None, ""
+    if 0 < others < len(later) / 2:
+        some = f"other rows in this step and in {others} of the next {len(later)}"
+        return f"{some}, as where some of the data changed", None, ""
     return "other rows from this step on" if not case.first else "other rows: another seed, order or data", None, "seed"
+
+
+def _shared_by(head: Head) -> str:
+    ranks = f"{head.ranks} rank{'s' * (head.ranks != 1)}"
+    return f"{ranks}, {head.micro_batches} micro-batch{'es' * (head.micro_batches != 1)}"
 
 
 def _step_with(trace: Trace, rows: Rows, near: int) -> int | None:
@@ -151,6 +162,11 @@ def _bf16(values: Array) -> Array:
 # -- loss and gradients ------------------------------------------------------------------------------------------------
 
 
+def _lonely(case: Case) -> str:
+    """What only one of the two trains, where that can be why they part."""
+    return case.pairs.lonely if case.early and case.parting.link in ("loss", "local", "reduced", "update") else ""
+
+
 def _loss(case: Case) -> Said:
     one, other = case.apart.a.loss, case.apart.b.loss
     assert one is not None
@@ -170,6 +186,8 @@ def _loss(case: Case) -> Said:
     local = case.apart.local
     if case.first and local is not None and case.parting.size < 1e-2 and np.nanmax(local.relative) < 0.1:
         return f"{size}: as a forward in another precision does (TF32, bf16)", None, "precision"
+    if _lonely(case):
+        return f"the loss {one:.7g} is {other:.7g} in B", None, ""
     drops = [setting_of(head.settings, "dropout")[0] for head in case.heads]
     masks = f"; dropout ({drops[0]}) draws other masks with another seed or number of ranks" if all(drops) else ""
     what = "another forward or another loss" if case.first else "another forward, or other labels"
@@ -270,7 +288,8 @@ def _update(case: Case) -> Said:
     decay = multiple_of(weights, weights + apart)
     rate = next((rate for rate in case.apart.a.rates if rate), None)
     if decay is not None and _explained(apart, weights) > 0.9:
-        more = "" if rate is None else f", as a weight decay {(1.0 - decay) / rate:+.3g} in B does"
+        larger = "smaller" if decay > 1.0 else "larger"
+        more = "" if rate is None else f", as a weight decay that is {abs(decay - 1.0) / rate:.3g} {larger} in B does"
         return f"the updates differ by {abs(decay - 1.0):.2g} times the weights{more}: {_names(case)}", None, "decay"
     big = np.abs(one) > 0.05 * np.sqrt(np.mean(one**2))
     with np.errstate(all="ignore"):

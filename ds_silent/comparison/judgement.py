@@ -147,7 +147,7 @@ class ChainJudge:
             bound = np.where([one.dtypes[0] == one.dtypes[1] for one in self.pairs.tensors], 0.0, digits)
         else:  # each has come to it by its own roundings
             bound = np.maximum(digits, STRAYED if first else FOLLOWS.least * np.maximum(self.past.weights, digits))
-        return self._finding("weights", apart.weights, np.maximum(bound, self.bounds.weights))
+        return self._finding("weights", apart.weights, np.maximum(bound, self.bounds.tolerance))
 
     def _loss(self, apart: Differences) -> Parting | None:
         level = self.past.levels["loss"]

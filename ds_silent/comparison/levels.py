@@ -46,7 +46,9 @@ class Bounds:
     loss: float
     update: float
     factor: float
-    weights: float  # beyond the digits of two dtypes
+    tolerance: (
+        float  # that was asked for, of everything; all that weights may differ by beyond the digits of two dtypes
+    )
     precision: float  # unit roundoff
     settled: float  # of the gradient, once a step has been seen
 

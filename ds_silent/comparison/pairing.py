@@ -155,7 +155,7 @@ def _order(head: Head) -> list[int]:
 
 def _missing(alone: Mapping[int, Tensor], side: str) -> list[str]:
     names = [one.name for one in alone.values()]
-    return [f"{_some(names)} of {side}: no counterpart"] if names else []
+    return [f"only {side} trains {_some(names)}"] if names else []
 
 
 def _some(names: Sequence[str]) -> str:
@@ -198,10 +198,10 @@ def pair_steps(a: Trace, b: Trace) -> StepPairs:
 def _beyond(a: Trace, b: Trace, used: int) -> tuple[str, ...]:
     found = []
     for trace, name, other in ((a, "A", "B"), (b, "B", "A")):
-        if len(trace) > used:
-            found.append(f"{len(trace) - used} steps of {name} that {other} has not")
+        if more := len(trace) - used:
+            found.append(f"{more} step{'s' * (more != 1)} of {name} that {other} has not")
         if trace.skipped:
-            found.append(f"{trace.skipped} torn or foreign lines of {name}'s trace")
+            found.append(f"{trace.skipped} torn or foreign line{'s' * (trace.skipped != 1)} of {name}'s trace")
     return tuple(found)
 
 

@@ -92,7 +92,7 @@ class Past:
             if self.levels[link].saturated:
                 continue
             u = self._bounds.precision
-            least = 0.25 * u if u > HALF else 8.0 * u
+            least = max(0.25 * u if u > HALF else 8.0 * u, self._bounds.tolerance)
             leaning = series.leaning(least)
             if leaning is not None:
                 which, mean, step = leaning

@@ -59,6 +59,7 @@ class TrainingComparison:
         first, last, compared: steps of A, and how many.
         equal_until: the last step up to which every number is the same; None where the first differs.
         settings, versions: in which the two differ.
+        beyond: those sentences of ``left_out`` that are on whole steps.
         sentence: the answer.
     """
 
@@ -82,6 +83,7 @@ class TrainingComparison:
     versions: tuple[str, ...] = ()
     a: str = ""
     b: str = ""
+    beyond: tuple[str, ...] = ()
     sentence: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -101,14 +103,15 @@ class TrainingComparison:
         return f"layer {self.layer}" + (f" and {more} more" if more else "")
 
     def _together(self) -> str:
+        left_out = f"; left out: {', '.join(self.beyond)}" if self.beyond else ""
         steps = f"{self.compared} step{'s' * (self.compared != 1)} ({self.first} to {self.last})"
         if self.equal_until == self.last:
-            return f"The trainings do not part: {steps} with every number the same."
+            return f"The trainings do not part: {steps} with every number the same{left_out}."
         same = f", the same in every number up to step {self.equal_until}" if self.equal_until is not None else ""
         grown = ""
         if self.blind_from is not None and self.blind_from <= self.last:
             grown = f"; from step {self.blind_from} on rounding has grown too large to judge gradients by"
-        return f"The trainings do not part: {steps} agree within rounding{same}{grown}{self._though()}."
+        return f"The trainings do not part: {steps} agree within rounding{same}{grown}{self._though()}{left_out}."
 
     def _though(self) -> str:
         """Name the setting that differs and could have parted them, the earliest link's first."""

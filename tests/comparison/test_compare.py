@@ -29,7 +29,7 @@ FAULTS = {
     "gradient-scaled": ("local", "norm", 0.5, "the gradient of every layer is 0.5 times A's"),
 }
 FROM_THE_START = {
-    "decay": ("update", "layers.0", "as a weight decay +0.01 in B does"),
+    "decay": ("update", "layers.0", "as a weight decay that is 0.01 larger in B does"),
     "epsilon": (
         "update",
         "embedding",
@@ -213,9 +213,65 @@ def test_a_parameter_that_one_of_the_two_does_not_train_is_named(tmp_path: Path,
     last = trace.read_trace(trained()).head.tensors[-1]
     found = compare(trained(), changed(trained(fault="layer-scaled", since=2), tmp_path / "b", without, frozen))
     assert (found.step, found.link) == (2, "local")
-    assert str(found.cause).endswith(f"; {last.name} of A: no counterpart")
+    assert str(found.cause).endswith(f"; only A trains {last.name}")
     late = compare(trained(), changed(trained(fault="layer-scaled", since=3), tmp_path / "c", without, frozen))
-    assert (late.step, "counterpart" in str(late.cause)) == (3, False)
+    assert (late.step, "only A" in str(late.cause)) == (3, False)
+
+
+def test_where_only_one_trains_a_tensor_no_other_forward_is_suspected(tmp_path: Path, trained: Trained) -> None:
+    """B's loss is another at the next step, because its weights are."""
+
+    def frozen(head: trace.Head) -> trace.Head:
+        return replace(head, tensors=head.tensors[:-1])
+
+    def without(step: trace.Step) -> trace.Step:
+        assert step.weights is not None
+        assert step.loss is not None
+        loss = 1.2337 * step.loss if step.step == 2 else step.loss
+        return replace(step, weights=step.weights[: -last.samples], loss=loss)
+
+    last = trace.read_trace(trained()).head.tensors[-1]
+    found = compare(trained(), changed(trained(), tmp_path / "b", without, frozen))
+    assert (found.step, found.link) == (2, "loss")
+    one = trace.read_trace(trained()).at(2).loss
+    assert one is not None
+    assert found.cause == f"only A trains {last.name}; the loss {one:.7g} is {1.2337 * one:.7g} in B"
+
+
+def test_a_setting_of_the_model_explains_its_forward_and_not_the_optimizer(tmp_path: Path, trained: Trained) -> None:
+    def of_model(eps: float) -> Callable[[trace.Head], trace.Head]:
+        setting = {"model: eps": {"value": str(eps), "from": "framework"}}
+        return lambda head: replace(head, settings={**setting, **head.settings})
+
+    def louder(step: trace.Step) -> trace.Step:
+        return replace(step, loss=1.03 * (step.loss or 0.0))
+
+    a = changed(trained(), tmp_path / "a", lambda step: step, of_model(1e-5))
+    forward = compare(a, changed(trained(), tmp_path / "b", louder, of_model(1e-12)))
+    assert str(forward.cause).endswith('another forward or another loss (model: eps: "1e-05" in A, "1e-12" in B)')
+    assert compare(trained(), a).settings == ()  # an older trace has none
+    update = compare(a, changed(trained(fault="epsilon"), tmp_path / "c", lambda step: step, of_model(1e-12)))
+    assert update.link == "update"
+    assert str(update.cause).endswith("(eps: 1e-08 in A, 1e-06 in B)")
+
+
+def test_other_rows_are_counted(tmp_path: Path, trained: Trained) -> None:
+    """Of some files of the data that changed: here and there."""
+
+    def at(*steps: int) -> Change:
+        def change(step: trace.Step) -> trace.Step:
+            assert step.rows is not None
+            return replace(step, rows=replace(step.rows, hash="0" * 16)) if step.step in steps else step
+
+        return change
+
+    for name, steps, said in (
+        ("one", (2,), "other rows in this step alone; the next 8 have the same"),
+        ("some", (2, 6, 9), "other rows in this step and in 2 of the next 8, as where some of the data changed"),
+        ("all", (2, 3, 5, 6, 7), "other rows from this step on"),
+    ):
+        found = compare(trained(), changed(trained(), tmp_path / name, at(*steps)))
+        assert (found.step, found.link, found.cause) == (2, "rows", said)
 
 
 def test_a_default_that_changed_is_named(tmp_path: Path, trained: Trained) -> None:
@@ -244,6 +300,9 @@ def test_a_bias_within_the_bound_is_found_over_the_steps(trained: Trained) -> No
     assert abs(found.step - 7) <= 1  # type: ignore[operator]
     assert found.factor == pytest.approx(1.01, rel=2e-3)
     assert "leans to one side from here on" in str(found.cause)
+    assert not compare(
+        trained(**training), trained(fault="reduced", since=7, ranks=2, **training), tolerance=0.02
+    ).parted
     assert not compare(trained(**training), trained(ranks=2, **training)).parted
 
 
@@ -323,7 +382,7 @@ def test_rows_in_another_order(tmp_path: Path, trained: Trained) -> None:
 
     other = compare(trained(), changed(trained(), tmp_path / "c", larger))
     assert (other.step, other.link, other.paired_by) == (2, "rows", "samples")
-    assert other.cause == "a step takes 16 rows in A and 32 in B"
+    assert other.cause == "a step takes 16 rows in A (4 ranks, 1 micro-batch) and 32 rows in B (4 ranks, 1 micro-batch)"
 
 
 def test_steps_that_are_numbered_otherwise_are_paired_by_the_rows(tmp_path: Path, trained: Trained) -> None:
@@ -338,10 +397,20 @@ def test_steps_that_are_numbered_otherwise_are_paired_by_the_rows(tmp_path: Path
     assert "at step 6 (106 of B)" in late.sentence
 
 
+def test_a_run_that_broke_off_is_not_called_the_same_without_a_word(tmp_path: Path, trained: Trained) -> None:
+    text = (trained() / trace.NAME).read_text()
+    (tmp_path / trace.NAME).write_text(text[: int(0.75 * len(text))])
+    found = compare(trained(), tmp_path)
+    assert found.beyond == ("3 steps of A that B has not", "1 torn or foreign line of B's trace")
+    said = "The trainings do not part: 7 steps (1 to 7) with every number the same; left out: "
+    assert found.sentence == f"{said}{', '.join(found.beyond)}."
+
+
 def test_a_trace_of_every_third_step(trained: Trained) -> None:
     found = compare(trained(), trained(ranks=2, interval=3))
     assert (found.parted, found.compared) == (False, 4)
     assert found.left_out == ("6 steps of A that B has not",)
+    assert found.sentence.endswith("agree within rounding; left out: 6 steps of A that B has not.")
     assert (late := compare(trained(), trained(interval=3, fault="decay"))).link == "update"
     assert late.step == 1
 

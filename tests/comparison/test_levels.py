@@ -117,4 +117,4 @@ def test_the_coarser_of_two_trainings_sets_the_bound() -> None:
     assert bounds_of(fine, fine, None).gradient < 1e-5 < 1e-2 < bounds_of(fine, coarse, None).gradient
     assert bounds_of(coarse, fine, None) == bounds_of(coarse, coarse, None)
     wide = bounds_of(fine, fine, 0.05)
-    assert min(wide.gradient, wide.loss, wide.update, wide.factor, wide.weights) == 0.05
+    assert min(wide.gradient, wide.loss, wide.update, wide.factor, wide.tolerance) == 0.05
