@@ -97,6 +97,7 @@ SLOW: dict[str, float] = {
     "torchrun --standalone --nproc_per_node 2 benchmarks/fsdp2_factor.py": 2,
     "ds-silent numerics": 10,
     "pytest tests/ordered/test_ordered_training.py -m matrix": 30,
+    "pytest tests/comparison/test_same_training.py -m matrix": 30,
     "python benchmarks/acts.py": 15,
     "python benchmarks/alerts.py --rounds 16 --steps 80": 15,
     "python benchmarks/detection.py --part false-alarms --ranks 4 --ranks 8 --steps 20000": 120,

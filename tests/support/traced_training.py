@@ -46,6 +46,7 @@ class Cell:
     seed: int = 5
     per_layer: bool = False
     observed: bool = True
+    common: bool = False  # neither schedule nor weight decay: Megatron's AdamW decays no bias, and has no LambdaLR
 
     def block(self, directory: Path) -> dict[str, Any]:
         return Case(per_layer=self.per_layer).block(directory) | {"trace": {"size": 256}}
@@ -129,6 +130,11 @@ def falling(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
+def without_decay(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+
 def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
     sharded = cell.kind != "ddp"
     if sharded:
@@ -136,11 +142,13 @@ def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
         model, optimizer = ddp_training.build_fsdp2(fsdp)
     else:
         model, optimizer = ddp_training.build(DDPCase(dtype=cell.dtype))
+    if cell.common:
+        without_decay(optimizer)
     attach = attach_fsdp2 if sharded else attach_ddp
     block = cell.block(directory) if cell.observed else {"enabled": False}
     with gather_limit_of(cell.limit):
         observer = attach(model, optimizer, block, accumulation=accumulation)
-    scheduler = falling(optimizer)
+    scheduler = None if cell.common else falling(optimizer)
 
     def step(batches: Tensor) -> None:
         for number, batch in enumerate(batches):
@@ -151,7 +159,8 @@ def _torch(cell: Cell, directory: Path, accumulation: int) -> Training:
                 (model(batch, False) / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad()
 
     module = model if sharded else model.module
@@ -170,11 +179,15 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
     torch.manual_seed(1234)
     model = Probe(None)
     config = case.config(directory, False) | {"silent_consistency": cell.block(directory)}
+    if cell.common:
+        config["optimizer"]["params"]["weight_decay"] = 0.0
     if not cell.observed:
         del config["silent_consistency"]
-    parameters = model.parameters()
+    parameters, schedule = model.parameters(), None if cell.common else falling
     with gather_limit_of(cell.limit):
-        engine, *_ = ds_silent.initialize(model=model, model_parameters=parameters, config=config, lr_scheduler=falling)
+        engine, *_ = ds_silent.initialize(
+            model=model, model_parameters=parameters, config=config, lr_scheduler=schedule
+        )
 
     def step(batches: Tensor) -> None:
         for batch in batches:
@@ -187,6 +200,8 @@ def _deepspeed(cell: Cell, directory: Path, accumulation: int) -> Training:
 def _megatron(cell: Cell, directory: Path, accumulation: int) -> Training:
     case = MegatronCase(dtype=cell.dtype, distributed=cell.kind == "megatron-distributed", clipping=CLIP)
     chunk, optimizer = megatron_training.build(case)
+    if cell.common:
+        without_decay(optimizer)
     block = cell.block(directory) if cell.observed else {"enabled": False}
     with gather_limit_of(cell.limit):
         observer = attach_megatron([chunk], optimizer, block, accumulation=accumulation)
