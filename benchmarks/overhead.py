@@ -7,6 +7,7 @@
     python benchmarks/overhead.py --all --pairs 20
     python benchmarks/overhead.py --part pieces        # what one measured step pays for: see overhead_pieces
     python benchmarks/overhead.py --device cuda --framework ddp --model 1B --dtype bf16 --length 2048 --ranks 8
+    python benchmarks/overhead.py --part trace         # what a trace adds to it: see overhead_trace
 
 Between any two steps of a variant lies a plain step; each is compared with the plain steps right before and right after
 it, and the variants' order is drawn anew in every cycle, so a drift of the machine hits all alike. Hooks are put on and
@@ -45,6 +46,7 @@ from typing import Annotated, Any
 
 import mirror
 import overhead_pieces
+import overhead_trace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -63,7 +65,7 @@ from ds_silent import device
 
 BATCH = 4
 REPLICATED = ("deepspeed", "ddp")
-PARTS, DTYPES, DEVICES = ("pairs", "pieces"), ("fp32", "bf16"), ("cpu", "cuda")
+PARTS, DTYPES, DEVICES = ("pairs", "pieces", "trace"), ("fp32", "bf16"), ("cpu", "cuda")
 STEPS = {"cpu": 1, "cuda": 10}  # between two looks at the clock
 MODELS = {"20M": (384, 8, 6, 3), "110M": (768, 12, 12, 4), "1B": (2048, 16, 32, 8)}
 """Width, layers, heads, heads of keys and values; by the number of parameters, nearly."""
@@ -261,6 +263,9 @@ def worker(rank: int, settings: Settings) -> None:
     if settings.part == "pieces":
         bar.close()
         overhead_pieces.measure(engine, tokens, settings.directory, settings.pairs, settings.seconds)
+    elif settings.part == "trace":
+        bar.close()
+        overhead_trace.measure(engine, tokens, settings.directory, settings.pairs)
     else:
         measure_pairs(engine, tokens, settings, bar)
     dist.barrier()
@@ -428,7 +433,10 @@ def main(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="all variants")] = False,
     part: Annotated[
-        str, typer.Option(help="pairs: the variants beside plain steps; pieces: of one measured step, all that it does")
+        str,
+        typer.Option(
+            help="pairs: the variants beside plain steps; pieces: of one measured step; trace: what it adds to that"
+        ),
     ] = "pairs",
     place: Annotated[str, typer.Option("--device", help="cpu, or cuda: one of the ranks, see above")] = "cpu",
     model: Annotated[str, typer.Option(help="number of parameters: 20M, 110M or 1B")] = "20M",
@@ -450,8 +458,8 @@ def main(
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, got {model!a}")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!a}")
-    if part == "pieces" and (variant or everything):
-        raise typer.BadParameter("--part pieces looks at the steps of interval 1 only: leave out --variant and --all")
+    if part != "pairs" and (variant or everything):
+        raise typer.BadParameter(f"--part {part} looks at the steps of interval 1 only: leave out --variant and --all")
     variants = chosen_variants(ranks, variant or [], everything, framework) if part == "pairs" else ()
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(
@@ -472,6 +480,10 @@ def main(
         whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else "pieces-0.json")
         if result.exists() and part == "pieces":
             overhead_pieces.report(directory, f"{ranks_of(settings)}, {trained(settings)}")
+        whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else f"{part}-0.json")
+        if result.exists() and part != "pairs":
+            shown = overhead_pieces.report if part == "pieces" else overhead_trace.report
+            shown(directory, f"{ranks} ranks x 1 thread, {trained(settings)}")
         elif result.exists():
             report(settings, json.loads(result.read_text()))
         if not whole:

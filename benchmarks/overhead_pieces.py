@@ -60,10 +60,10 @@ class Rank:
 class Steps:
     """Plain and observed steps of one training."""
 
-    def __init__(self, engine: Any, tokens: Tensor, directory: str):
+    def __init__(self, engine: Any, tokens: Tensor, directory: str, block: dict[str, Any] | None = None):
         self._engine, self._tokens = engine, tokens
         self.costs = {name: cost_of_wrappers(clock) for name, clock in CLOCKS.items()}
-        self._observer = attached(engine, {"output_dir": f"{directory}/pieces", **BLOCK})
+        self._observer = attached(engine, {"output_dir": f"{directory}/pieces", **(block or BLOCK)})
         self._observer._capture.close(ended=False)
 
     def plain(self, finish: Callable[[], object] = list, drain: Callable[[], object] = list) -> tuple[float, ...]:

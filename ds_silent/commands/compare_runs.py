@@ -21,7 +21,7 @@ from ds_silent.text import printable
 TOGETHER, PARTED, WRONG = 0, 1, 2
 """Exit statuses."""
 TABLE = 120
-"""Columns of the table of curves."""
+"""Columns of a table."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
         return wrong(str(error))
     except OSError as error:
         return wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
-    print_comparison(found, Console(highlight=False), options.brief)
+    print_comparison(found, _console(), options.brief)
     return PARTED if found.parted else TOGETHER
 
 
@@ -80,11 +80,15 @@ def _curves(given: Sequence[str], json_path: str | None) -> int:
         rows = [{**asdict(one), "blocks": one.blocks, "verdict": one.verdict} for one in found]
         text = json.dumps(to_json({"sentence": curves_sentence(found), "curves": rows}), allow_nan=False, indent=1)
         Path(json_path).write_text(f"{text}\n", encoding="utf-8")
+    print_curves(found, given, _console())
+    return TOGETHER
+
+
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = TABLE  # of a file or a pipe nobody knows the width
-    print_curves(found, given, console)
-    return TOGETHER
+    return console
 
 
 def wrong(sentence: str) -> int:

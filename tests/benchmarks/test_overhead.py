@@ -13,6 +13,25 @@ from threading import Timer
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_what_a_trace_adds_is_a_share_of_each_ranks_step() -> None:
+    options = ["--part", "trace", "--framework", "ddp", "--length", "2", "--pairs", "3"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), *options]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = re.findall(r"│ +([01]) (.*│.*)", ended.stdout)
+    assert [rank for rank, _ in rows] == ["0", "1"]
+    numbers = [[float(one) for one in re.findall(r"\d+\.\d+", cells)] for _, cells in rows]
+    for plain, plain_mean, *spent, share, share_mean in numbers:
+        assert plain > 1.0 < plain_mean
+        assert spent[0] > 0.0
+        assert abs(share - 100.0 * sum(spent[::2]) / plain) < 0.1 + 0.05 * share
+        assert abs(share_mean - 100.0 * sum(spent[1::2]) / plain_mean) < 0.1 + 0.05 * share_mean
+    assert numbers[0][4] > 0.0  # rank 0 makes the lines
+    assert numbers[1][4] == 0.0
+
+
 def test_a_run_says_how_far_it_is_and_ctrl_c_ends_it_with_what_is_known() -> None:
     options = ["--framework", "ddp", "--length", "2", "--pairs", "100000", "--variant", "interval 10"]
     process = subprocess.Popen(

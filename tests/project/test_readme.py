@@ -110,6 +110,7 @@ SLOW: dict[str, float] = {
     "python benchmarks/scenarios.py": 30,
     "python benchmarks/ordered.py --part time --rounds 5": 30,
     "python benchmarks/overhead.py": 90,
+    "python benchmarks/overhead.py --part trace --framework ddp --pairs 80": 30,
     "python benchmarks/overhead.py --ranks 4 --variant retry --variant majority": 180,
     "python benchmarks/paft.py --part bursts": 120,
     "python benchmarks/parting.py --seeds 20 --healthy 40": 60,
