@@ -55,6 +55,11 @@ class SettingDifference:
     shares: bool  # the work, and no more
 
     @property
+    def foreign(self) -> bool:
+        """Whether only one of the two names it, and nobody has set it: another framework's."""
+        return None in (self.from_a, self.from_b) and "yours" not in (self.from_a, self.from_b)
+
+    @property
     def sentence(self) -> str:
         """``gradient_clipping: 0.0 in A, 1.0 in B, a default that changed``."""
         values = [

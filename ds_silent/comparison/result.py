@@ -115,7 +115,7 @@ class TrainingComparison:
 
     def _though(self) -> str:
         """Name the setting that differs and could have parted them, the earliest link's first."""
-        others = [one for one in self.settings if not one.shares]
+        others = [one for one in self.settings if not one.shares and not one.foreign]
         if not others:
             return ""
         first = next(filter(None, (explaining(link, others) for link in LINKS)), others[0])

@@ -123,6 +123,20 @@ def test_a_setting_that_differs_is_named_where_nothing_parts(trained: Trained) -
     )
 
 
+def test_a_default_that_only_one_framework_has_is_listed_and_not_named(tmp_path: Path, trained: Trained) -> None:
+    def having(origin: str) -> Callable[[trace.Head], trace.Head]:
+        setting = {"find_unused_parameters": {"value": False, "from": origin}}
+        return lambda head: replace(head, settings={**head.settings, **setting})
+
+    by_default, by_hand = (
+        compare(changed(trained(), tmp_path / origin, lambda step: step, having(origin)), trained(ranks=2))
+        for origin in ("default", "yours")
+    )
+    assert [one.name for one in by_default.settings] == ["find_unused_parameters"]
+    assert by_default.sentence == "The trainings do not part: 10 steps (1 to 10) agree within rounding."
+    assert by_hand.sentence.endswith("a setting differs: find_unused_parameters: false in A, not named in B.")
+
+
 def test_a_setting_that_one_training_lists_by_group_is_that_of_each_group_in_the_other(trained: Trained) -> None:
     listed = {
         "weight_decay of group 0": 0.1,
