@@ -477,13 +477,10 @@ def main(
             place,
             model,
         )
-        whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else "pieces-0.json")
-        if result.exists() and part == "pieces":
-            overhead_pieces.report(directory, f"{ranks_of(settings)}, {trained(settings)}")
         whole, result = ended(settings), Path(directory, "result.json" if part == "pairs" else f"{part}-0.json")
         if result.exists() and part != "pairs":
             shown = overhead_pieces.report if part == "pieces" else overhead_trace.report
-            shown(directory, f"{ranks} ranks x 1 thread, {trained(settings)}")
+            shown(directory, f"{ranks_of(settings)}, {trained(settings)}")
         elif result.exists():
             report(settings, json.loads(result.read_text()))
         if not whole:
