@@ -124,7 +124,8 @@ def zero_gradient(record: StepRecord, extras: Evidence) -> list[Finding]:
     remedy = (
         _LABELS
         if cause
-        else "Look for a detached loss, parameters that do not require gradients, or a batch without labels."
+        else "Look for a detached loss, a loss multiplied by 0, parameters that do not require gradients, or a batch "
+        "without labels."
     )
     key = f"zero-gradient:{','.join(map(str, ranks))}"
     return [Finding(key, "zero-gradient", "error", ranks, "gradient", 0.0, None, message, remedy, record.step)]

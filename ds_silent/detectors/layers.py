@@ -326,7 +326,8 @@ def _remember(recent: dict[bool, Array], seen: LayerValues) -> None:
         largest = np.where(np.isnan(values), -np.inf, values).max(axis=1, keepdims=True)
         held = values if direction else np.maximum(values, largest - ZERO)
         known = recent.get(direction, held)
-        recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
+        with np.errstate(invalid="ignore"):  # of a layer without a gradient
+            recent[direction] = np.where(np.isfinite(held), known + (held - known) / NEWEST, known)
 
 
 def _against_others(values: Array) -> Array:

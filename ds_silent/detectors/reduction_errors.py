@@ -299,7 +299,8 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
             message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
-        "a rank that skips updates, for memory errors on it, and for parameters that are never reduced."
+        "a rank that skips updates, for code that writes weights on one rank only (an average put in, a checkpoint "
+        "loaded), for memory errors, and for parameters that are never reduced."
     )
     return [Finding(f"replicas {groups}", "replica-drift", "error", odd, where, None, None, message, remedy, since)]
 

@@ -174,7 +174,7 @@ def coverage(view: PlotContext) -> Panel | None:
     if len(rows):
         note = f"{rows.sum():,.0f} rows were held by several ranks in one step."
         note = note if rows.sum() else "No row was held by two ranks."
-    lines = (("seen once or more", "seen", "a"), ("seen again within an epoch", "repeated", "c"))
+    lines = (("seen once or more", "seen", "a"), ("seen again", "repeated", "c"))
     return _lines(view, "Shares of the epoch's rows", note, *lines)
 
 
@@ -187,7 +187,11 @@ def integrity(view: PlotContext) -> Panel | None:
     steps, label = view.run.steps, "Relative error of the reduced gradient and its rounding bound"
     with np.errstate(invalid="ignore"):
         over = int((steps["integrity error"] > steps["integrity bound"]).sum())
-    note = f"Above its bound at {over:,} step{'s' * (over != 1)}." if over else "Below its bound at every step."
+    without = int(np.isnan(steps["integrity error"]).sum())
+    below = "Below its bound at every step" + (
+        f" but {without:,}, where there is no error to compare." if without else "."
+    )
+    note = f"Above its bound at {over:,} step{'s' * (over != 1)}." if over else below
     keys = (("error", "a"), ("what rounding explains at most", "bad"))
     return chart(view.axis, series, label, log=True, marks=view.marks, note=note, keys=keys)
 
