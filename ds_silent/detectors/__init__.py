@@ -24,7 +24,7 @@ from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
-from ds_silent.detectors.duplicate_data import SameGradients, SameRows, SampledRowsTest
+from ds_silent.detectors.duplicate_data import OverlapTest, SameGradients, SameRows, SampledRowsTest
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.jump import JumpTest
@@ -42,7 +42,7 @@ from ds_silent.text import TORCH, Words
 __all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
-_VERSION = 5  # of the state
+_VERSION = 6  # of the state
 
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:
@@ -93,6 +93,7 @@ class Judge:
             StaleParameters(alike),
             SameRows(),
             SampledRowsTest(steps),
+            OverlapTest(),
             SameGradients(alike),
             repeats,
             OrderTest(half, repeats),

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import StepRecord
+from ds_silent.records import Event, StepRecord
 from ds_silent.text import named
 
 COSINE_GAP = 2.0**-16
@@ -44,6 +44,7 @@ SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
 MAX_GROUPS = 8  # reported one by one
+OVERLAP, OFTEN, SELDOM = 32, 0.1, 4.0  # rows taken by each other rank; share of all rows; times as rare on the own rank
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
@@ -86,6 +87,45 @@ class SameGradients(Detector):
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         named_before = any(finding.kind == "duplicate-data" for finding in before)
         return by_gradients(record, evidence.directions) if self._alike and not named_before else []
+
+
+class OverlapTest(Detector):
+    """Note ranks that read the same data, each in an order of its own, where nobody knows how long a pass is.
+
+    No two ranks need share a row at one step. Rows that come again in the first pass come from another rank then, and
+    seldom from their own. Rows dealt anew at random, drawn with replacement, or held several times by the data come
+    again on their own rank as often as on each other one.
+    """
+
+    key = "overlap"
+    stored = ("before", "own", "others", "over")
+
+    def __init__(self) -> None:
+        self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
+        self._over = False
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes, passes, share = (), evidence.passes, record.coverage.repeated
+        if self._over or passes is None or share is None or evidence.coverage is not None or evidence.dealt == "random":
+            return []
+        again, others = share * sum(passes.taken), len(passes.taken) - 1
+        new, self._before = again - self._before, again
+        own = new * (passes.again or 0.0)
+        self._own, self._others = self._own + own, self._others + new - own
+        if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
+            self._over = True  # a pass has ended, or more is known
+        elif self._others >= OVERLAP * others and share >= OFTEN and self._own <= self._others / others / SELDOM:
+            self._over, ranks = True, tuple(range(record.world_size))
+            message = (
+                f"Ranks read the same data: {share:.0%} of the rows so far had been taken before, {self._others:.0f} "
+                f"by another rank and {self._own:.0f} by the same."
+            )
+            remedy = (
+                "Do nothing if each rank is meant to read all data in an order of its own. Else give each rank files "
+                "or rows of its own (files[rank::world_size], split_dataset_by_node)."
+            )
+            self.notes = (Event(record.step, "duplicate-data", "info", ranks, "loader", share, None, message, remedy),)
+        return []
 
 
 class SampledRowsTest(Detector):

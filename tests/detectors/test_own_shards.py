@@ -214,3 +214,51 @@ def test_a_state_of_before_has_no_notes_of_few_rows() -> None:
     del tracked["recent"]["taken"]
     run.tracker.load_state_dict(tracked)
     assert notes_of_few_rows(run.go(40)) == []
+
+
+def notes_of_overlap(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.kind == "duplicate-data"]
+
+
+def all_rows(ranks: int, rows: int, begins: int = 0) -> list[Any]:
+    """Each rank walks through the same rows, shuffled by a seed of its own."""
+    names = np.random.default_rng(98).integers(0, 2**62, rows)
+    return [passes(names[begins * rank :], 8, True, True, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (2, 4), (4, 1), (8, 1)])
+def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: int, interval: int) -> None:
+    run = Run(all_rows(ranks, 400), interval, told=False)
+    [note] = notes_of_overlap(run.go(200))
+    assert (note.severity, note.ranks, note.where) == ("info", tuple(range(ranks)), "loader")
+    assert note.step <= 50  # the first pass
+    state = json.loads(json.dumps([run.judge.state_dict(), run.tracker.state_dict(unsent=False)]))
+    run.judge.load_state_dict(state[0])
+    run.tracker.load_state_dict(state[1])
+    assert notes_of_overlap(run.go(40)) == []
+
+
+def with_replacement(rows: Rows, seed: int) -> Iterator[Rows]:
+    generator = np.random.default_rng(seed)
+    while True:
+        yield generator.choice(rows, 8)
+
+
+def dealt_anew(rows: Rows, rank: int, ranks: int) -> Iterator[Rows]:
+    """One permutation of all rows for each pass, which ranks share."""
+    for seed in range(10_000):
+        own = np.random.default_rng(seed).permutation(rows)[rank::ranks]
+        yield from (own[at : at + 8] for at in range(0, len(own) - 7, 8))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_of_ones_own_or_drawn_from_one_pool_are_no_overlap(ranks: int) -> None:
+    names = np.random.default_rng(97).integers(0, 2**62, 400)
+    twice = np.concatenate([names, names[:100]])
+    for run in (
+        Run(shards([400] * ranks), told=False),
+        Run([with_replacement(names, 40 + rank) for rank in range(ranks)], told=False),
+        Run([dealt_anew(names, rank, ranks) for rank in range(ranks)], told=False),
+        Run([dealt_anew(twice, rank, ranks) for rank in range(ranks)], told=False),
+    ):
+        assert notes_of_overlap(run.go(160)) == []
