@@ -72,7 +72,7 @@ class ForwardOrder:
     def begin(self) -> None:
         """Hook the modules, once. The outermost forward has begun: its own hooks are not called any more."""
         holders, self._holders = self._holders, None
-        if holders is None or torch.compiler.is_compiling() or any(map(is_compiled, self._root.modules())):
+        if holders is None or torch.compiler.is_compiling() or is_compiled(self._root):
             return
         for module, own in holders:
             if module is self._root:

@@ -155,7 +155,7 @@ def _refusal(module: nn.Module, inputs: dict[str, Any]) -> str:
     strange = [name for name in _STRANGE if inputs.get(name) is not None]
     if strange:
         return f"the forward is given {strange[0]}"
-    if any(map(is_compiled, module.modules())):
+    if is_compiled(module):
         return "the model is compiled, and would be compiled anew"
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         return "the forward is given no input_ids of rows"

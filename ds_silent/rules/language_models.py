@@ -51,11 +51,14 @@ def shifts_labels(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``torch.compile(module)`` wraps the module, or ``module.compile()`` has compiled its call.
+    """Tell whether ``torch.compile`` has taken the module or a part of it.
 
-    The one is a module around it, the other keeps the compiled call beside it (torch 2.4 to 2.13).
+    ``torch.compile(module)`` is a module around it, ``module.compile()`` keeps the compiled call beside it (torch 2.4
+    to 2.13).
     """
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return any(
+        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None for one in module.modules()
+    )
 
 
 def inputs_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
