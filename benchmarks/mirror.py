@@ -117,7 +117,8 @@ class Mirror(dist.ProcessGroup):
         self, output: Tensor, own: Tensor, take: Sequence[int], give: Sequence[int], opts: Any = None
     ) -> dist.Work:
         part = own[: give[0]] if give else own.view(self._size, -1)[0]
-        output.view(-1, len(part)).copy_(part) if len(part) and output.numel() else None
+        if len(part) and output.numel():
+            output.view(-1, len(part)).copy_(part)
         return _ended(output)
 
     all_to_all_single = alltoall_base

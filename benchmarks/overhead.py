@@ -67,6 +67,7 @@ BATCH = 4
 REPLICATED = ("deepspeed", "ddp")
 PARTS, DTYPES, DEVICES = ("pairs", "pieces", "trace"), ("fp32", "bf16"), ("cpu", "cuda")
 STEPS = {"cpu": 1, "cuda": 10}  # between two looks at the clock
+WARM_UP = {"cpu": 3, "cuda": 1}  # times so many: files, first pictures, plans and caches come once per training
 MODELS = {"20M": (384, 8, 6, 3), "110M": (768, 12, 12, 4), "1B": (2048, 16, 32, 8)}
 """Width, layers, heads, heads of keys and values; by the number of parameters, nearly."""
 
@@ -258,7 +259,7 @@ def worker(rank: int, settings: Settings) -> None:
     engine = build(settings)
     tokens = torch.randint(0, 8192, (BATCH, settings.length), generator=torch.Generator().manual_seed(rank))
     tokens = tokens.to(settings.device)
-    for _ in range(3 if settings.device == "cpu" else 1):
+    for _ in range(WARM_UP[settings.device]):
         step(engine, tokens)
     if settings.part == "pieces":
         bar.close()
@@ -281,9 +282,7 @@ def measure_pairs(engine: Any, tokens: torch.Tensor, settings: Settings, bar: An
         chosen = VARIANTS[name]
         variants[name] = chosen.other or observed(name, chosen.block or {})
         before = tensor_bytes()
-        for _ in range(
-            3 if settings.device == "cpu" else 1
-        ):  # files, first pictures, plans and caches: once, not per step
+        for _ in range(WARM_UP[settings.device]):
             with variants[name](engine, settings) as finish:
                 step(engine, tokens, finish)
         extra[name] = tensor_bytes() - before
@@ -354,8 +353,9 @@ def trained(settings: Settings) -> str:
 
 def ranks_of(settings: Settings) -> str:
     """How many, and where."""
-    here = f"{settings.ranks} ranks x 1 thread"
-    return f"one of {settings.ranks} ranks on a {device.model_name()}" if settings.device == "cuda" else here
+    if settings.device == "cuda":
+        return f"one of {settings.ranks} ranks on a {device.model_name()}"
+    return f"{settings.ranks} ranks x 1 thread"
 
 
 def report(settings: Settings, result: dict[str, Any]) -> None:

@@ -46,9 +46,7 @@ class Bounds:
     loss: float
     update: float
     factor: float
-    tolerance: (
-        float  # that was asked for, of everything; all that weights may differ by beyond the digits of two dtypes
-    )
+    tolerance: float  # that was asked for, of everything; of weights beyond the digits of two dtypes
     precision: float  # unit roundoff
     settled: float  # of the gradient, once a step has been seen
 

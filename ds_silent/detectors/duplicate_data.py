@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.order import TOLERATED_BY_CONTENT
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, StepRecord
@@ -44,7 +45,7 @@ SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
 MAX_GROUPS = 8  # reported one by one
-OVERLAP, OFTEN, SELDOM = 32, 0.1, 4.0  # rows taken by each other rank; share of all rows; times as rare on the own rank
+OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
@@ -114,7 +115,11 @@ class OverlapTest(Detector):
         self._own, self._others = self._own + own, self._others + new - own
         if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
             self._over = True  # a pass has ended, or more is known
-        elif self._others >= OVERLAP * others and share >= OFTEN and self._own <= self._others / others / SELDOM:
+        elif (
+            self._others >= OVERLAP * others
+            and share >= TOLERATED_BY_CONTENT
+            and self._own <= self._others / others / SELDOM
+        ):
             self._over, ranks = True, tuple(range(record.world_size))
             message = (
                 f"Ranks read the same data: {share:.0%} of the rows so far had been taken before, {self._others:.0f} "

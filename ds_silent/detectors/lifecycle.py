@@ -225,9 +225,8 @@ class Episodes:
                     remedy = "What was trained meanwhile stays so: see the remedy of its first event."
                 left = [f for k, f in present.items() if self._active[k].cause == key]
                 if left:
-                    goes_on = min(
-                        left, key=lambda one: one.kind != "replica-drift"
-                    )  # weights do not mend by themselves
+                    # weights do not mend by themselves: they are named first
+                    goes_on = min(left, key=lambda one: one.kind != "replica-drift")
                     message += f" What it has left behind goes on: {goes_on.kind} of {goes_on.where}."
                     remedy = goes_on.remedy
                 place = episode.ranks, episode.where

@@ -232,9 +232,10 @@ class Reader:
             key: whatever the machine code depends on.
         """
         with _on(self._device):
-            if self._compiled.get(key) is not None:
+            ready = self._compiled.get(key)
+            if ready is not None:
                 try:
-                    self._compiled[key][grid](*arguments)
+                    ready[grid](*arguments)
                     return
                 except TypeError:  # Triton before 3.3 takes no constants there, and has launched nothing
                     self._keeps = False
