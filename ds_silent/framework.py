@@ -53,6 +53,7 @@ class Moments:
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., object]  # (parameter, gradient) of one micro-batch, before it is accumulated
+    on_accumulated: Callable[..., object]  # (*anything) what hooks have seen has been, and is not reduced yet
     post_backward: Callable[..., bool | None]  # (*anything) a backward has ended; whether exact products are due
     post_reduction: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet
     pre_update: Callable[..., object]  # (*anything): once per step, between the reduction and the first optimizer
@@ -202,6 +203,7 @@ class Framework:
     max_reductions_per_step = 1  # micro-batches that may be a boundary, where a script reduces each
     reduces_every_micro_batch = False  # and frees it: nothing accumulates the local gradient
     overlaps_backward = False  # the reduction begins while the boundary's backward runs
+    reads_together = False  # what hooks have seen is read at :attr:`Moments.on_accumulated`, all of it at once
     hook_sees_full_gradient = True  # at the boundary: what is accumulated and what a hook gets make the local gradient
     aggregate_replicated = False  # every rank holds the whole aggregated gradient where it accumulates
     observes_applied = False  # :meth:`applied` can tell

@@ -2,7 +2,7 @@
 
     local = LocalGradient(...)
     local.observe(index, gradient, boundary=True, exact=False)     # from a leaf hook: of one micro-batch and parameter
-    local.observe_silent(exact=False)                              # at the boundary, before the reduction
+    local.observe_accumulated(exact=False)                         # at the boundary, before the reduction
     local.accumulator.take()                                       # its sketch and squared norm
 
 Gradients are stored in one of two ways. Where they accumulate in a buffer of their own until the reduction, one look
@@ -23,7 +23,7 @@ from ds_silent.config import DirectionConfig
 from ds_silent.distributed.guard import CollectiveGuard, SparseGradientError
 from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
-from ds_silent.kernels.accumulator import Accumulator, new_accumulator, stream_order
+from ds_silent.kernels.accumulator import Accumulator, Part, new_accumulator, stream_order
 from ds_silent.maths import sketch
 
 Accumulated = Callable[[int], Tensor | None]
@@ -41,6 +41,7 @@ class LocalGradient:
         norms_add_up: False when ``additive`` and a step has several micro-batches.
         copied: for the exact method, keep a copy, because nothing else stores the whole local gradient.
         by_layer: keep a sketch of every layer.
+        together: :meth:`observe_accumulated` reads what hooks have seen, all of it at once, where it has accumulated.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LocalGradient:
         norms_add_up: bool,
         copied: bool,
         by_layer: bool,
+        together: bool = False,
     ):
         self._offsets, self._total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self._total, config.sketch_size, device)
@@ -65,6 +67,7 @@ class LocalGradient:
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
         self._accumulated, self._additive, self._norms_add_up = accumulated, additive, norms_add_up
+        self._together = together
         self._copy: Tensor | None = None
         self._fires = [0] * len(numels)
         self._captured = [False] * len(numels)
@@ -75,6 +78,7 @@ class LocalGradient:
         self._fires[:] = [0] * len(self._fires)
         self._captured[:] = [False] * len(self._captured)
         self._once = True
+        self._waiting: dict[int, None] = {}  # seen by a hook, to be read together
         self._leftover: Tensor | None = None  # squared norm, 0-dim
         self._micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
@@ -123,6 +127,9 @@ class LocalGradient:
         if self._additive:
             # A parameter of a reentrant checkpoint fires in parts.
             self._once &= first
+            if self._together and (index in self._waiting or self._accumulated(index) is None):
+                self._waiting[index] = None
+                return
             self._captured[index] = True
             self._add(index, gradient, None, exact, square=self._norms_add_up)
             return
@@ -135,6 +142,9 @@ class LocalGradient:
             self._once = False
             self._add(index, gradient, None, exact, square=False)
             return
+        if self._together and (previous is None or not first):
+            self._waiting[index] = None
+            return
         self._captured[index] = True
         self._add(index, gradient, None if first else previous, exact, square=True)
 
@@ -144,21 +154,36 @@ class LocalGradient:
             self._order.enter()
         self._take_out_leftover(index, accumulated, boundary=False)
 
-    def observe_silent(self, exact: bool) -> None:
-        """Observe parameters that took part in earlier micro-batches but not in the boundary's: no hook fired for them.
+    def observe_accumulated(self, exact: bool) -> None:
+        """Observe what has accumulated of the parameters that no hook has read at the boundary.
 
-        Called at the boundary, after its backward and before the reduction.
+        These took part in earlier micro-batches alone, or all are read together. Called at the boundary, after its
+        backward and before a reduction has written its result there; when ``additive``, before what has accumulated of
+        a micro-batch is reduced and freed.
         """
-        if self._additive or sum(self._captured) == len(self._captured):
-            return
-        for index, fires in enumerate(self._fires):
-            whole = self._accumulated(index) if fires and not self._captured[index] else None
+        unread = self._waiting
+        if not self._additive:
+            unread = dict.fromkeys(i for i, fires in enumerate(self._fires) if fires and not self._captured[i])
+        parts: list[Part] = []
+        for index in unread:
+            whole = self._accumulated(index)
             if whole is not None:
                 self._captured[index] = True
-                self._add(index, whole, None, exact, square=True)
+                parts.append((index, 0, whole))
+        self._waiting = {}
+        if not parts:
+            return
+        self.accumulator.add_all(parts, square=self._norms_add_up, sketching=self.sketching)
+        if exact and self.copied:
+            for index, _, whole in parts:
+                self._copied(index, whole, None)
 
     def end_micro_batch(self) -> None:
-        """End a micro-batch's backward."""
+        """End a micro-batch's backward; what nobody has read by now was reduced, and hooks read from here on."""
+        if self._waiting:
+            for index in self._waiting:
+                self._captured[index] = False
+            self._waiting, self._together = {}, False
         self.micro_batches.end()
         if self._norms_add_up or not self.sketching:
             return
@@ -199,12 +224,15 @@ class LocalGradient:
     def _add(self, index: int, gradient: Tensor, previous: Tensor | None, exact: bool, square: bool) -> None:
         self.accumulator.add(index, gradient, previous, square=square, sketching=self.sketching)
         if exact and self.copied:
-            if self._copy is None:
-                self._copy = torch.zeros(self._total, device=self._device)
-            part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
-            for term in (gradient, previous):
-                if term is not None:
-                    part.add_(term.detach().reshape(-1))
+            self._copied(index, gradient, previous)
+
+    def _copied(self, index: int, gradient: Tensor, previous: Tensor | None) -> None:
+        if self._copy is None:
+            self._copy = torch.zeros(self._total, device=self._device)
+        part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
+        for term in (gradient, previous):
+            if term is not None:
+                part.add_(term.detach().reshape(-1))
 
     def _take_out_leftover(self, index: int, previous: Tensor, boundary: bool) -> None:
         """Take out what ``zero_grad`` left of the last step: a fault of its own, never part of the local gradient."""

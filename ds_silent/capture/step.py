@@ -128,6 +128,11 @@ class StepMoments:
             boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
             self._local.observe(index, gradient, boundary, self.plan.exact)
 
+    def accumulated(self, *_: Any) -> None:
+        """Observe the gradients where they have accumulated, all at once."""
+        if self.plan.measures:
+            self._local.observe_accumulated(self.plan.exact)
+
     def keep_for_retry(self, *args: Any, **kwargs: Any) -> None:
         """Keep the local gradient at the boundary, where a wrong reduction is to be repeated."""
         if self._keep is not None and self._framework.is_boundary():
@@ -142,7 +147,8 @@ class StepMoments:
             return False
         if boundary:
             self._reducing = True
-            self._guard.local(self._local.observe_silent, self.plan.exact)
+            if not self._framework.reads_together:
+                self._guard.local(self._local.observe_accumulated, self.plan.exact)
         self._guard.local(self._local.end_micro_batch)
         return boundary and self.plan.exact
 
@@ -243,6 +249,7 @@ class StepCapture:
             additive=framework.reduces_every_micro_batch,
             norms_add_up=not (framework.reduces_every_micro_batch and framework.micro_batches > 1),
             copied=framework.reduces_every_micro_batch or framework.overlaps_backward,
+            together=framework.reads_together,
             by_layer=self._sends_layers,
         )
         self.kept = self._local.micro_batches

@@ -5,9 +5,9 @@ framework.connect(moments)
 framework.close(ended=True)          # the module and its optimizers are as they were
 
 The hooks are registered by ``TorchLoop.connect`` in :mod:`ds_silent.frameworks.torch_loop`. No communication hook is
-registered: torch allows one, which is the user's. The local gradient is what a leaf hook gets and what
-``parameter.grad`` holds of earlier micro-batches; where a parameter may take part in an earlier micro-batch
-only (``find_unused_parameters``), each micro-batch is looked at by itself.
+registered: torch allows one, which is the user's. The local gradient is what ``parameter.grad`` holds as the backward
+ends; where the reducer writes to that earlier, it is what a leaf hook gets and what was accumulated before. Where a
+parameter may take part in an earlier micro-batch only (``find_unused_parameters``), each is looked at by itself.
 """
 
 from __future__ import annotations
@@ -124,6 +124,19 @@ def _accumulator(parameter: Any) -> Any:
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
+def reduces_copies(ddp: Any) -> bool:
+    """Tell whether ``parameter.grad`` holds the local gradient until the callbacks that end the backward.
+
+    The reducer copies it into a bucket, and in a callback back. A gradient that is a view of its bucket is reduced in
+    place; a reducer written in Python, an optimizer in the backward, and ``mixed_precision`` write to it earlier (torch
+    2.4 to 2.13). Where a backward may leave parameters out, each micro-batch is looked at by itself.
+    """
+    otherwise = ["gradient_as_bucket_view", "find_unused_parameters", "static_graph", "mixed_precision"]
+    otherwise += ["_use_python_reducer", "_delay_all_reduce_params"]
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters())
+    return not in_backward and not any(getattr(ddp, name, None) for name in otherwise)
+
+
 class DDPFramework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
@@ -162,6 +175,7 @@ class DDPFramework(TorchFramework):
         )
         self._ddp = ddp
         self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
+        self.reads_together = self.loop.calls_back = reduces_copies(ddp)
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         return arithmetic_of(self._ddp, {p.dtype for p in self.parameters}, elements, width)

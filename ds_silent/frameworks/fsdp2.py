@@ -4,8 +4,8 @@ framework = FSDP2Framework(model, optimizers, config, micro_batch_rows=4, accumu
 framework.connect(moments)
 framework.close(ended=True)          # the modules and their optimizers are as they were
 
-A backward sees plain, whole parameters, whose hooks give each micro-batch's local gradient; it is reduced and freed at
-once. What comes out is this rank's rows of ``parameter.grad``.
+A backward sees plain, whole parameters, which hold each micro-batch's local gradient until their group is reduced and
+freed; where one holds something from before, a hook gives it. What comes out is this rank's rows of ``parameter.grad``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def reshard(model: nn.Module) -> None:
 
 def synchronises(modules: Sequence[Any]) -> bool:
     """Tell whether a backward reduces now: ``set_requires_gradient_sync`` may have come before the attach."""
+    return all(group.reduce_grads for group in groups_of(modules))
+
+
+def groups_of(modules: Sequence[Any]) -> list[Any]:
+    """Return the groups of parameters that are gathered and reduced together."""
     groups: list[Any] = []
     for state in (module._get_fsdp_state() for module in modules):
         held = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13; one or none before
         groups += [state._fsdp_param_group] if held is None else held
-    return all(group.reduce_grads for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
@@ -132,7 +137,7 @@ def plain_parameters(model: nn.Module, modules: list[Any], names: list[str]) -> 
 class FSDP2Framework(TorchFramework):
     """See :class:`ds_silent.framework.Framework`. Making one is a collective."""
 
-    reduces_every_micro_batch, forwards_alone, weights_sharded = True, False, True
+    reduces_every_micro_batch, forwards_alone, weights_sharded, reads_together = True, False, True, True
 
     def __init__(
         self,
@@ -159,8 +164,14 @@ class FSDP2Framework(TorchFramework):
         self._plain = plain_parameters(model, self._modules, self.names)
 
     def connect(self, moments: Moments) -> None:
-        """Hook the parameters that a backward sees."""
+        """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""
         self.loop.connect(moments, self._plain)
+        for group in groups_of(self._modules):
+            self.patches.around(group, "post_backward", moments.on_accumulated)
+
+    def accumulated(self, index: int) -> Tensor | None:
+        """Return what a backward has brought of the whole parameter, until its group's end."""
+        return self._plain[index].grad
 
     def share(self) -> list[Slice]:
         return share_of(self.parameters, self._mesh)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.forwards import loss_in
@@ -64,6 +65,9 @@ class TorchLoop:
         synchronises: whether the current backward reduces its gradients: the step's last or only one.
         reduces_in_backward: the aggregate is there when the backward ends; else the reducer calls
             :meth:`reduction_ended`.
+
+    Attributes:
+        calls_back: a reduction that overlaps with the backward writes its result in the callbacks that end it.
     """
 
     _moments: Moments  # as soon as there is a hook
@@ -78,6 +82,7 @@ class TorchLoop:
         reduces_in_backward: bool = True,
     ):
         self._module, self._optimizers, self._counts, self._patches = module, optimizers, counts, patches
+        self.calls_back, self._graph_task = False, -1  # outside of a backward
         self._parameters: list[Any] = []
         self._ids: set[int] = set()  # of the parameters
         self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
@@ -169,6 +174,18 @@ class TorchLoop:
             if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.on_loss_share(loss)
         self._moments.on_gradient(index, gradient)
+        if self.calls_back and self._boundary:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        """Ask for a call at the end of this run of autograd's engine, ahead of the reducer, which asks after its hook.
+
+        A reentrant checkpoint is a run of its own, in which the reducer may ask.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            Variable._execution_engine.queue_callback(self._moments.on_accumulated)  # type: ignore[arg-type]
 
     def _backward_ended(self) -> None:
         self._root = self._unscaled = None

@@ -258,7 +258,7 @@ def train_and_break(directory: str) -> list[str]:
             engine._take_model_step = retry_of(engine, capture)
         for step in range(6):
             if way == "broken" and step == 2 and dist.get_rank() == 1:
-                capture._local.observe_silent = None
+                capture._local.observe_accumulated = None
             if way == "closed" and step == 3:
                 micro_step(engine, cells[stage], step, 0, steps)
                 assert {p.grad is None for p in engine.module.parameters()} == {True}

@@ -1,0 +1,107 @@
+"""Local gradients that are read together, as a backward ends, and not as hooks bring them: before any is reduced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ds_silent
+from ds_silent.capture.local_gradient import LocalGradient
+from ds_silent.config import DirectionConfig
+from ds_silent.sinks.jsonl import read_metrics
+from tests.support.distributed import run_distributed
+
+WIDTH, STEPS = 6, 4
+
+
+class Model(nn.Module):
+    """Layers in reentrant checkpoints below a head; the rows do not pass an embedding that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        held = rows.requires_grad_()
+        for layer in self.layers:
+            held = checkpoint(layer, held, use_reentrant=True).relu()
+        return self.head(held).square().mean()
+
+
+def train(directory: Path, case: str) -> list[float]:
+    """Return the norm of this rank's own gradient at each step, in fp64 and of a copy that nobody reduces."""
+    torch.manual_seed(3)
+    rank = dist.get_rank()
+    model, copy = Model(), Model().double()
+    wrapped: Any = fully_shard(model) if case == "fsdp2" else DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    block = {"output_dir": str(directory), "tensorboard": False}
+    observer = ds_silent.attach(wrapped, block, optimizer=optimizer)
+    assert observer is not None
+    generator, norms = torch.Generator().manual_seed(rank), []
+    for _ in range(STEPS):
+        rows = torch.randn(4, WIDTH, generator=generator)
+        whole = {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}
+        copy.load_state_dict({name: value.detach().double() for name, value in whole.items()})
+        own = torch.autograd.grad(_plain(copy, rows.double()), list(copy.parameters()))
+        norms.append(float(torch.cat([one.flatten() for one in own]).norm()))
+        wrapped(rows).backward()
+        optimizer.step()
+        if case != "never cleared":
+            optimizer.zero_grad(set_to_none=case != "zeros")
+    observer.close()
+    return norms
+
+
+def _plain(model: Model, rows: Tensor) -> Tensor:
+    for layer in model.layers:
+        rows = layer(rows).relu()
+    loss: Tensor = model.head(rows).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("case", ["reentrant", "zeros", "never cleared", "fsdp2"])
+def test_the_local_gradient_is_read_before_the_reduction_writes_to_it(tmp_path: Path, case: str) -> None:
+    """The last bucket is complete inside a checkpoint's own backward, which ends before the training's does."""
+    norms = run_distributed(train, 2, (tmp_path, case))
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [record["grad_norm"]["per_rank"] for record in records] == [
+        pytest.approx([one[step] for one in norms], rel=1e-5) for step in range(STEPS)
+    ]
+
+
+def test_hooks_read_where_nobody_calls_back() -> None:
+    """What was reduced before it could be read is said to be unseen, and never taken for local."""
+    gradients: list[Tensor | None] = [torch.ones(4), torch.full((4,), 2.0)]
+    local = LocalGradient(
+        [4, 4],
+        [0, 0],
+        DirectionConfig(),
+        torch.device("cpu"),
+        lambda index: None,
+        additive=False,
+        norms_add_up=True,
+        copied=False,
+        by_layer=False,
+        together=True,
+    )
+    seen = []
+    for _ in range(2):
+        for index, gradient in enumerate(gradients):
+            assert gradient is not None
+            local.observe(index, gradient, boundary=True, exact=False)
+        local.end_micro_batch()
+        squared = local.accumulator.take()[1].sum()
+        observed = local.observed(squared, None)
+        seen.append((observed.seen, float(squared)))
+        local.start_step()
+    assert seen == [(0.0, 0.0), (1.0, pytest.approx(20.0))]
