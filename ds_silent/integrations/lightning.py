@@ -90,8 +90,12 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
             self.observer.before_checkpoint()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close. Where a training breaks off, that happens as the process ends, or as the next one begins."""
+        """Close."""
         self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close. Lightning makes an exit of a Ctrl-C, which by the end of the process nobody can tell from another."""
+        self._close(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning keeps in a checkpoint, of rank 0."""
@@ -114,9 +118,9 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
             promise=Promise("Lightning's Trainer", steps) if automatic else None,
         )
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         if self.observer is not None:
-            self.observer.close()
+            self.observer.close(error)
             self.observer = None
 
 

@@ -199,11 +199,18 @@ class RunRecords:
         return [*unreadable, *torn, *newer, *versions]
 
     @property
+    def interrupted(self) -> bool:
+        """Whether somebody has ended the training with Ctrl-C."""
+        return of(self.facts, "ended", "interrupted") is True
+
+    @property
     def broke_off(self) -> str:
         """The sentence for a training that broke off; "" where it goes on, has ended, or it is not known."""
         error, step = text(of(self.facts, "ended", "error"), 60), whole(of(self.facts, "ended", "step"))
         if error:
             return f"The training ended with {error} after step {step or 0:,}"
+        if self.interrupted:
+            return f"The training was interrupted after step {step or 0:,}"
         last = f"step {int(self.steps.step[-1]):,}" if len(self.steps) else "its start"
         if self.lost == "gone":
             return f"The run was killed or crashed after {last}: its end is not recorded"

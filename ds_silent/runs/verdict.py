@@ -135,7 +135,8 @@ def verdict_of(run: RunRecords) -> RunVerdict:
     healthy = _healthy(run, checks) if len(run.steps) else ""
     if lost:
         sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
-        return RunVerdict("warning", sentence, checks)
+        # an interrupt is somebody's wish, and no fault
+        return RunVerdict("warning" if not run.interrupted else "ok" if healthy else "unknown", sentence, checks)
     if healthy:
         return RunVerdict("ok", healthy, checks)
     nothing = "Nothing has been measured yet."

@@ -240,7 +240,7 @@ def end_of(step: int, error: BaseException | None) -> dict[str, Any]:
     """Return ``ended`` of ``run.json``: when the observation ends, and by what."""
     wanted = not isinstance(error, Exception) or isinstance(error, StopIteration)  # an interrupt; the data are over
     broke = None if wanted else type(error).__name__
-    return {"at": _now(), "step": step, "error": broke}
+    return {"at": _now(), "step": step, "error": broke, "interrupted": isinstance(error, KeyboardInterrupt)}
 
 
 def write_end(directory: Path, ended: Mapping[str, Any]) -> None:

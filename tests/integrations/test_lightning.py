@@ -176,6 +176,22 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     assert "ds_silent: observing 2 ranks" in said
 
 
+def test_an_interrupted_training_is_recorded_as_one(
+    tmp_path: Path, entries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = "        return self.net(batch[0])"
+    (tmp_path / "train.py").write_text(SCRIPT.replace(step, f"        if index == 2: raise KeyboardInterrupt\n{step}"))
+    (tmp_path / "silent.json").write_text(json.dumps({"output_dir": str(tmp_path / "run"), "tensorboard": False}))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), entries]))
+    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setenv(BLOCK_FILE, "silent.json")
+    status, said = run([interpreter(), "train.py"], tmp_path)
+    assert status == 1, said
+    ended = json.loads((tmp_path / "run" / "run.json").read_text())["ended"]
+    assert (ended["step"], ended["error"], ended["interrupted"]) == (2, None, True)
+    assert "verdict: The training was interrupted after step 2; until then no fault was seen" in said
+
+
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)

@@ -54,10 +54,11 @@ def test_the_last_line_says_that_the_training_broke_off(closes: bool, tmp_path: 
     assert end.startswith("The training ended with RuntimeError after step 4; until then no fault was seen"), end
 
 
-def closes_in_a_handler(directory: str) -> list[str | None]:
+def closes_in_a_handler(directory: str) -> list[tuple[str | None, bool] | None]:
     """How a training has ended that is begun where an exception is handled, or only closed there."""
     found = []
-    for number, (error, begins) in enumerate([(ImportError, True), (ValueError, False), (StopIteration, False)]):
+    cases = [(ImportError, True), (ValueError, False), (StopIteration, False), (KeyboardInterrupt, False)]
+    for number, (error, begins) in enumerate(cases):
         output = Path(directory, str(number))
         model, optimizer = build(DDPCase())
         attach = partial(
@@ -72,12 +73,14 @@ def closes_in_a_handler(directory: str) -> list[str | None]:
             model(torch.randint(0, VOCABULARY, (ROWS, LENGTH)), False).backward()
             optimizer.step()
             observer.close()
-        found.append(json.loads((output / "run.json").read_text())["ended"]["error"] if dist.get_rank() == 0 else None)
+        ended = json.loads((output / "run.json").read_text())["ended"] if dist.get_rank() == 0 else None
+        found.append(ended and (ended["error"], ended["interrupted"]))
     return found
 
 
 def test_an_exception_that_was_there_before_the_training_has_not_ended_it(tmp_path: Path) -> None:
-    assert run_distributed(closes_in_a_handler, 2, (str(tmp_path),))[0] == [None, "ValueError", None]
+    ends = [(None, False), ("ValueError", False), (None, False), (None, True)]
+    assert run_distributed(closes_in_a_handler, 2, (str(tmp_path),))[0] == ends
 
 
 def last_step_is_lost(directory: str) -> str | None:

@@ -363,6 +363,16 @@ def test_facts_hold_no_address_of_an_alert() -> None:
     assert to_json(facts) == facts
 
 
+@pytest.mark.parametrize(("steps", "severity"), [(0, "unknown"), (3, "ok")])
+def test_an_interrupted_run_is_said_to_be_one_and_warns_of_nothing(steps: int, severity: str, tmp_path: Path) -> None:
+    write(tmp_path, steps)
+    ended = {"at": "2026-01-01T00:00:00+00:00", "step": 3, "error": None, "interrupted": True}
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "ended": ended}))
+    verdict = verdict_of(read_run(tmp_path))
+    assert verdict.severity == severity
+    assert verdict.sentence.startswith("The training was interrupted after step 3")
+
+
 @pytest.mark.parametrize(("minutes", "lost"), [(50, ""), (70, "silent")])
 def test_a_run_of_another_host_is_lost_after_an_hour_without_a_record(minutes: int, lost: str, tmp_path: Path) -> None:
     write(tmp_path, 3)

@@ -228,11 +228,19 @@ def test_the_last_line_of_a_healthy_run_says_what_was_not_checked(
     assert ended(summary, capsys) == [line]
 
 
-def test_the_last_line_of_a_training_that_broke_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("ended_by", "broke_off"),
+    [
+        ({"error": "RuntimeError"}, "The training ended with RuntimeError after step 8"),
+        ({"error": None, "interrupted": True}, "The training was interrupted after step 8"),
+    ],
+)
+def test_the_last_line_of_a_training_that_broke_off_says_so(
+    ended_by: dict[str, Any], broke_off: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = RunSummary()
-    summary.ended = {"at": "2026-01-01T00:00:00+00:00", "step": 8, "error": "RuntimeError"}
+    summary.ended = {"at": "2026-01-01T00:00:00+00:00", "step": 8, **ended_by}
     summary.write(full_record(8))
-    broke_off = "The training ended with RuntimeError after step 8"
     healthy = (
         f"[ds_silent] end  1 step measured; no events; verdict: {broke_off}; until then no fault was seen. No records"
     )
