@@ -222,7 +222,7 @@ def doctor(
     Accelerator and driver, CANN and torch_npu, versions, network interfaces,
     compiler, disk, shared memory, clock, environment. Run it on every node.
 
-    Exit status: 0 all ok, 1 something doubtful, 2 something missing or a mistake in what was typed.
+    Exit status: 0 all ok or a note, 1 something doubtful, 2 something missing or a mistake in what was typed.
     """
     from ds_silent.commands.doctor import doctor_command
 

@@ -26,7 +26,7 @@ from ds_silent.commands import doctor_host as host
 from ds_silent.commands.doctor_host import CheckResult, Machine, State, doubtful, missing, ok, shown
 from ds_silent.commands.measuring import carried_out
 
-CODES: Mapping[State, int] = {"ok": 0, "doubtful": 1, "missing": 2}
+CODES: Mapping[State, int] = {"ok": 0, "note": 0, "doubtful": 1, "missing": 2}
 TORCH_SECONDS = 120.0  # to import torch and to wake every device, from a slow file system
 Found = Mapping[str, Any]
 """What torch says of itself and of its devices."""
@@ -257,7 +257,7 @@ def table_of(results: Sequence[CheckResult]) -> Table:
     """Return the table that is printed."""
     columns = (Column(heading, overflow="fold") for heading in ("what", "state", "found", "remedy"))
     table = Table(*columns, title="ds-silent doctor", title_justify="left")
-    colours = {"ok": "green", "doubtful": "yellow", "missing": "red"}
+    colours = {"ok": "green", "note": "yellow", "doubtful": "yellow", "missing": "red"}
     for one in results:
         table.add_row(Text(one.what), Text(one.state, colours[one.state]), Text(one.found), Text(one.remedy))
     return table

@@ -25,7 +25,8 @@ from typing import Literal
 from ds_silent.extras import version_of
 from ds_silent.text import one_line, shortened, size_text
 
-State = Literal["ok", "doubtful", "missing"]
+State = Literal["ok", "note", "doubtful", "missing"]
+"""``note``: as it should be on one host, where nothing says that there are several."""
 SECONDS = 10.0  # for a program that looks something up
 LONGEST = 80  # characters of anything found
 SHOWN_LOCKS = 3
@@ -41,7 +42,8 @@ class CheckResult:
     remedy: str = ""
 
 
-ok, doubtful, missing = partial(CheckResult, "ok"), partial(CheckResult, "doubtful"), partial(CheckResult, "missing")
+ok, note = partial(CheckResult, "ok"), partial(CheckResult, "note")
+doubtful, missing = partial(CheckResult, "doubtful"), partial(CheckResult, "missing")
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,28 @@ def network(machine: Machine) -> Iterator[CheckResult]:
         yield doubtful("host name", f"{shown(name)} has no address", remedy)
     elif address.startswith("127.") and up and not any(map(machine.environment.get, _IFNAMES)):
         remedy = "On several nodes set GLOO_SOCKET_IFNAME (and NCCL's or HCCL's) to the interface between them."
-        yield doubtful("host name", f"{shown(name)} is {address}: other nodes cannot reach that", remedy)
+        say = doubtful if has_several_hosts(machine) else note
+        yield say("host name", f"{shown(name)} is {address}: other nodes cannot reach that", remedy)
     else:
         yield ok("host name", f"{shown(name)} is {address}")
+
+
+_HOSTS = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PET_NNODES", "NNODES", "GROUP_WORLD_SIZE")
+_LOCAL = r"|localhost|127\..*|::1"
+
+
+def has_several_hosts(machine: Machine) -> bool:
+    """Tell whether a launcher's variables or DeepSpeed's hostfile are about more than this host."""
+    given = machine.environment
+    if any(int(count) > 1 for name in _HOSTS for count in re.findall(r"\d+", given.get(name, ""))[-1:]):
+        return True
+    if given.get("MASTER_ADDR", "") != socket.gethostname() and not re.fullmatch(_LOCAL, given.get("MASTER_ADDR", "")):
+        return True
+    try:
+        lines = (machine.root / "job/hostfile").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines) > 1
 
 
 def is_up(machine: Machine, interface: str) -> bool:
@@ -255,7 +276,7 @@ DOUBTS = (
     (("NCCL_SHM_DISABLE",), r"1", "Unset it, and give the container more /dev/shm instead."),
     (_DEVICES, r"|-1", "Unset it, or name devices: an empty list hides all of them."),
     (("DEEPSPEED_TIMEOUT",), r"(?!\d+$).*|0+", "Give whole minutes above 0: how long ranks wait for each other."),
-    (("MASTER_ADDR",), r"localhost|127\..*", "On several nodes give the first node's address; on one it is right."),
+    (("MASTER_ADDR",), r"localhost|127\..*|::1", "On several nodes give the first node's address; on one it is right."),
     (("PYTHONOPTIMIZE",), r".+", "Unset it: checks of torch and DeepSpeed that are assertions do not run."),
 )
 """Variables, the values of them that make one wonder, and what to do."""
@@ -267,7 +288,8 @@ def environment(machine: Machine) -> Iterator[CheckResult]:
     for variable, pattern, remedy in ((name, *rest) for names, *rest in DOUBTS for name in names):
         value = machine.environment.get(variable)
         if value is not None and re.fullmatch(pattern, value.strip()):
-            found.append(doubtful(variable, shown(value) or "empty", remedy))
+            say = note if variable == "MASTER_ADDR" and not has_several_hosts(machine) else doubtful
+            found.append(say(variable, shown(value) or "empty", remedy))
     threads, cores = machine.environment.get("OMP_NUM_THREADS"), os.cpu_count() or 1
     if threads is not None and (not threads.isdigit() or not 0 < int(threads) <= cores):
         remedy = f"Give a whole number from 1 to the cores of a rank's share (this machine has {cores})."

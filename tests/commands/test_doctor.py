@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,35 @@ def test_an_interface_that_is_not_there_or_down_is_said(tmp_path: Path) -> None:
         here = machine(tmp_path, answers, environment=variables, interfaces=("lo", "eth0", "eth1"))
         return states(doctor_host.network(here))
 
-    assert found() == {"interfaces": "ok", "host name": "doubtful"}
+    assert found() == {"interfaces": "ok", "host name": "note"}
     assert found(GLOO_SOCKET_IFNAME="eth0") == {"interfaces": "ok", "GLOO_SOCKET_IFNAME": "ok", "host name": "ok"}
     assert found(GLOO_SOCKET_IFNAME="bond0")["GLOO_SOCKET_IFNAME"] == "missing"
     assert found(NCCL_SOCKET_IFNAME="eth1")["NCCL_SOCKET_IFNAME"] == "doubtful"
+
+
+@pytest.mark.parametrize(
+    ("variables", "hostfile", "state"),
+    [
+        ({}, "", "note"),
+        ({"MASTER_ADDR": "127.0.0.1", "SLURM_NNODES": "1", "PET_NNODES": "1:1"}, "# a\nnode1 slots=8\n\n", "note"),
+        ({"MASTER_ADDR": socket.gethostname()}, "", "note"),
+        ({"MASTER_ADDR": "10.0.0.7"}, "", "doubtful"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "", "doubtful"),
+        ({"PET_NNODES": "1:4"}, "", "doubtful"),
+        ({"MASTER_ADDR": "localhost"}, "node1 slots=8\nnode2 slots=8\n", "doubtful"),
+    ],
+)
+def test_what_only_several_hosts_need_is_a_note_on_one(
+    variables: dict[str, str], hostfile: str, state: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/hostfile").write_text(hostfile)
+    here = machine(tmp_path, {"getent": Answer(0, "127.0.1.1  box\n")}, environment=variables)
+    rows = list(doctor_host.network(here))
+    assert states(rows)["host name"] == state
+    assert doctor.exit_code(rows) == (0 if state == "note" else 1)
+    if variables.get("MASTER_ADDR", "")[:3] in ("127", "loc"):
+        assert states(doctor_host.environment(here)) == {"MASTER_ADDR": state}
 
 
 def test_a_compiler_is_wanted_where_deepspeed_is(tmp_path: Path) -> None:
