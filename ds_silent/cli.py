@@ -71,7 +71,7 @@ def check(
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
-    from ds_silent.observing.start import refuse_a_directory_below_a_file, refuse_too_few_ranks, refuse_too_many_ranks
+    from ds_silent.observing.start import refuse_too_few_ranks, refuse_too_many_ranks, refuse_unusable_directory
 
     refused = False
     for number, source in enumerate(ds_config):
@@ -87,7 +87,7 @@ def check(
             if config is not None:
                 refuse_too_few_ranks(config, ranks)
                 refuse_too_many_ranks(config, ranks)
-                refuse_a_directory_below_a_file(config)
+                refuse_unusable_directory(config)
         except ConfigError as error:
             typer.echo(f"ds-silent: {error}", err=True)
             refused = True

@@ -47,14 +47,21 @@ def refuse_too_few_ranks(config: SilentConsistencyConfig, ranks: int) -> None:
         )
 
 
-def refuse_a_directory_below_a_file(config: SilentConsistencyConfig) -> None:
-    """Raise :class:`ConfigError` where ``output_dir`` can be nobody's directory; that it is missing says nothing."""
+def refuse_unusable_directory(config: SilentConsistencyConfig) -> None:
+    """Raise :class:`ConfigError` where ``output_dir`` cannot be written, as far as that shows before anything is made.
+
+    That it is missing says nothing: where even its first part is, another machine may have it.
+    """
     path = Path(config.output_dir)
-    there = next((one for one in (path, *path.parents) if one.exists()), None)
-    if there is not None and not there.is_dir():
+    there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+    why = ""
+    if not there.is_dir():
+        why = f"be a directory, because {str(there)!a} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK) and there.parent != there:
+        why = f"be written, because this user may not create files in {str(there)!a}"
+    if why:
         raise ConfigError(
-            f"{BLOCK}.output_dir {config.output_dir!a} cannot be a directory, because {str(there)!a} is a file; choose "
-            "a directory that rank 0 can create files in"
+            f"{BLOCK}.output_dir {config.output_dir!a} cannot {why}; choose a directory that rank 0 can create files in"
         )
 
 

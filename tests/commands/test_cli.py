@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,26 @@ def test_an_output_dir_below_a_file(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "afile' is a file; choose a directory" in result.stderr
         assert "writes" not in result.stdout
+
+
+def test_an_output_dir_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))  # the tests may be root's
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "closed"), str(tmp_path / "closed" / "runs" / "x"), "closed"):
+        result = check(tmp_path, {"silent_consistency": {"output_dir": name}})
+        assert (result.exit_code, result.stdout) == (2, "")
+        there = "closed" if name == "closed" else str(tmp_path / "closed")
+        assert result.stderr.splitlines()[0] == (
+            f"ds-silent: silent_consistency.output_dir {name!a} cannot be written, because this user may not create "
+            f"files in {there!a}; choose a directory that rank 0 can create files in"
+        )
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["closed", "ds_config.json"]
+
+
+def test_an_output_dir_on_another_machines_disk_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/")
+    assert check(tmp_path, {"silent_consistency": {"output_dir": "/no/such/disk"}}).exit_code == 0
 
 
 def test_a_missing_file() -> None:
