@@ -1,8 +1,9 @@
 """Find on which host and device each rank runs, for the events that name ranks.
 
     board = PlaceBoard(group)                     # every rank
-    board.leave()                                 # ... before something that all ranks come to
+    board.leave(process_of(os.getpid()))          # ... before something that all ranks come to
     places = Places(board.read(), {})             # behind it: the writing rank alone
+    board.processes                               # what the ranks of this host have left with it, by rank
     board.forget()                                # every rank, once the writing rank has read
     places.told(event)                            # the event with hosts and devices
 
@@ -54,23 +55,27 @@ def own_place() -> _Own:
 class PlaceBoard:
     """Exchange the places of a group's ranks. What fails here is logged, and costs the places alone."""
 
+    processes: Mapping[int, Mapping[str, Any]] = {}
+
     def __init__(self, group: dist.ProcessGroup):
         self._members = tuple(dist.get_process_group_ranks(group))
         self._me = dist.get_rank(group)
         self._name = meeting("places", self._members)
         self._store: Any = store_of_all() if len(self._members) > 1 else None
 
-    def leave(self) -> None:
-        """Leave this rank's place."""
+    def leave(self, process: Mapping[str, Any]) -> None:
+        """Leave this rank's place, and what names its process."""
         if self._store is not None:
-            self._tried(lambda: self._store.set(self._key(self._me), json.dumps(own_place())))
+            self._tried(lambda: self._store.set(self._key(self._me), json.dumps([*own_place(), process])))
 
     def read(self) -> tuple[Place, ...]:
         """Read all ranks' places, once all have left theirs; none where that is not known."""
-        read: list[_Own] = []
+        read: list[Sequence[Any]] = []
         self._tried(lambda: read.extend(self._read()))
+        host = own_place()[0]
+        self.processes = {rank: one[4] for rank, one in enumerate(read) if one[0] == host and len(one) > 4}
         return tuple(
-            Place(rank, whole, *one) for rank, (whole, one) in enumerate(zip(self._members, read, strict=False))
+            Place(rank, whole, *one[:4]) for rank, (whole, one) in enumerate(zip(self._members, read, strict=False))
         )
 
     def forget(self) -> None:
@@ -78,7 +83,7 @@ class PlaceBoard:
         if self._store is not None:
             self._tried(lambda: self._store.delete_key(self._key(self._me)))
 
-    def _read(self) -> Sequence[_Own]:
+    def _read(self) -> Sequence[Sequence[Any]]:
         if len(self._members) == 1:
             return [own_place()]
         if self._store is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ from ds_silent.replicas.compare import batch_statistics_of
 from ds_silent.respond.stop import end_by_event
 from ds_silent.rules.settings_in_force import settings_in_force
 from ds_silent.sinks import SinkError
-from ds_silent.sinks.run_directory import run_text
+from ds_silent.sinks.run_directory import process_of, run_text
 from ds_silent.sinks.scalars import MonitorWrite
 from ds_silent.text import Words, shown
 
@@ -109,10 +110,11 @@ def observe(
         return None
     assert group is not None  # all have agreed in it
     board = PlaceBoard(group)
-    board.leave()
+    board.leave(process_of(os.getpid()))
     capture, unlike = start.agree_on_layout(group, subject.facts, words, config, lambda: _capture_of(subject, config))
     places = _places_of(board, config) if dist.get_rank(group) == 0 else None  # all have left theirs before they agreed
     home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
+    home.processes = board.processes
     board.forget()  # rank 0 has read them before it opened the directory, for which all have waited
     observer = Observer(capture, config, home, start.first_step(capture))
     if home.sinks is not None and places is not None:

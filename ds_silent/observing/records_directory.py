@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,13 @@ class RunDirectory:
     Attributes:
         directory: where the writing rank writes; while undecided, where it would have to go on.
         sinks: on the writing rank, everything that takes records; None elsewhere.
+        processes: on the writing rank, those of the ranks on its host, by rank.
     """
 
     def __init__(self, config: SilentConsistencyConfig, group: dist.ProcessGroup, device: torch.device):
         self.directory = config.output_dir
         self.sinks: FanOut | None = None
+        self.processes: Mapping[int, Any] = {}
         self._config, self._group, self._device = config, group, device
         self._base = Path(config.output_dir)
         self._engine = 1
@@ -211,7 +214,7 @@ class RunDirectory:
 
     def ends(self, step: int, error: BaseException | None) -> None:
         """Keep the last step, and what has ended the training, if something did: for the last line and ``run.json``."""
-        self._end = end_of(step, error)
+        self._end = end_of(step, error, self.processes)
         if self._summary is not None:
             self._summary.ended = self._end
 

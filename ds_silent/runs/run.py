@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from ds_silent.distributed.parts import ranks_of
 from ds_silent.json_form import FORMAT, newer_version
 from ds_silent.records import DataDealt
 from ds_silent.runs.columns import ScoreTable, StepTable
 from ds_silent.runs.events import EventGroup, EventLog, RankPlace, places
-from ds_silent.runs.lines import MOST_RANKS, of, text, whole
+from ds_silent.runs.lines import MOST_RANKS, of, ranks, text, whole
 from ds_silent.runs.spread import Layers, Matrices, RankSpread
 from ds_silent.sinks.jsonl import LONGEST_LINE, newer_lines, parsed_line
 from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
@@ -208,12 +209,15 @@ class RunRecords:
         """The sentence for a training that broke off; "" where it goes on, has ended, or it is not known."""
         error, step = text(of(self.facts, "ended", "error"), 60), whole(of(self.facts, "ended", "step"))
         if error:
-            return f"The training ended with {error} after step {step or 0:,}"
+            gone = ranks(of(self.facts, "ended", "gone"))
+            first = f", when {ranks_of(gone)} had gone without a recorded end" if gone else ""
+            return f"The training ended with {error} after step {step or 0:,}{first}"
         if self.interrupted:
             return f"The training was interrupted after step {step or 0:,}"
         last = f"step {int(self.steps.step[-1]):,}" if len(self.steps) else "its start"
         if self.lost == "gone":
-            return f"The run was killed or crashed after {last}: its end is not recorded"
+            first = ", nor which rank ended first" if self.world_size > 1 else ""
+            return f"The run was killed or crashed after {last}: its end is not recorded{first}"
         return f"No end of the run is recorded after {last}, and nothing else for an hour" if self.lost else ""
 
     @property

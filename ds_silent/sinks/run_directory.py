@@ -47,6 +47,7 @@ except ImportError:  # no Unix: records can be read there
 logger = logging.getLogger("ds_silent")
 FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl")
 _CHUNK = 1 << 16
+_EXITING = 4  # PF_EXITING of Linux's include/linux/sched.h
 _PACKAGES = {"DeepSpeed": "deepspeed", "Megatron-core": "megatron-core"}
 _BESIDE = ("transformers", "trl", "accelerate", "lightning", "numpy")
 
@@ -219,7 +220,7 @@ def run_text(
         "world_size": ranks,
         "started": _now(),
         "ended": None,
-        "process": _process(os.getpid()),
+        "process": process_of(os.getpid()),
         "training": dict(training),
         "observed": dict(observed),
         "data": to_json(DataDealt()),
@@ -236,11 +237,22 @@ def versions_of(framework: str) -> dict[str, str]:
     return {"python": platform.python_version(), **known}
 
 
-def end_of(step: int, error: BaseException | None) -> dict[str, Any]:
-    """Return ``ended`` of ``run.json``: when the observation ends, and by what."""
+def end_of(step: int, error: BaseException | None, processes: Mapping[int, Any] | None = None) -> dict[str, Any]:
+    """Return ``ended`` of ``run.json``: when the observation ends, and by what.
+
+    ``processes``: of ranks of this host. Where a collective may have failed, ``gone`` are the ranks whose process is no
+    more: nothing else is known of the end of a rank that does not write.
+    """
     wanted = not isinstance(error, Exception) or isinstance(error, StopIteration)  # an interrupt; the data are over
     broke = None if wanted else type(error).__name__
-    return {"at": _now(), "step": step, "error": broke, "interrupted": isinstance(error, KeyboardInterrupt)}
+    ranks = (processes or {}).items() if isinstance(error, RuntimeError | OSError) else ()
+    return {
+        "at": _now(),
+        "step": step,
+        "error": broke,
+        "interrupted": isinstance(error, KeyboardInterrupt),
+        "gone": [rank for rank, process in ranks if is_gone(process)],
+    }
 
 
 def write_end(directory: Path, ended: Mapping[str, Any]) -> None:
@@ -252,12 +264,12 @@ def is_gone(process: Any) -> bool | None:
     """Return whether a process, as ``run.json`` names it, is no more; None where that is not known here."""
     if not isinstance(process, dict) or type(process.get("pid")) is not int:
         return None
-    now = _process(process["pid"])
+    now = process_of(process["pid"])
     same_place = all(now[key] is not None and now[key] == process.get(key) for key in ("host", "pid_namespace"))
     return now["began"] != process.get("began") if same_place and process.get("began") is not None else None
 
 
-def _process(number: int) -> dict[str, Any]:
+def process_of(number: int) -> dict[str, Any]:
     """Name a process of this host by what no later one has: when it began, in clock ticks since the host did."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
@@ -265,7 +277,8 @@ def _process(number: int) -> dict[str, Any]:
         namespace = None  # no Linux
     try:
         state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        began = None if state in "ZX" else int(rest[18])
+        ends = state in "ZX" or int(rest[5]) & _EXITING  # the others learn of it by its sockets, which close before
+        began = None if ends else int(rest[18])
     except (OSError, ValueError, IndexError):
         began = None
     return {"host": socket.gethostname(), "pid_namespace": namespace, "pid": number, "began": began}

@@ -51,7 +51,12 @@ def test_the_last_line_says_that_the_training_broke_off(closes: bool, tmp_path: 
     line = (tmp_path / "printed").read_text().splitlines()[-1]
     begin, _, end = line.partition("; no events; verdict: ")
     assert begin in {f"[ds_silent] end  {steps} steps measured" for steps in (3, 4)}
-    assert end.startswith("The training ended with RuntimeError after step 4; until then no fault was seen"), end
+    gone = "when rank 1 had gone without a recorded end"
+    assert end.startswith(f"The training ended with RuntimeError after step 4, {gone}; until then no fault was seen"), (
+        end
+    )
+    ended = json.loads((tmp_path / "run.json").read_text())["ended"]
+    assert (ended["error"], ended["gone"]) == ("RuntimeError", [1])
 
 
 def closes_in_a_handler(directory: str) -> list[tuple[str | None, bool] | None]:
