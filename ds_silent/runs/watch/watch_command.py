@@ -27,6 +27,7 @@ from ds_silent.records import to_json
 from ds_silent.runs.lines import METRICS
 from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
+from ds_silent.sinks.run_directory import newest_run
 from ds_silent.text import printable
 
 try:
@@ -70,6 +71,10 @@ def watch_command(
     seconds = None if stale is None else 60.0 * stale
     if Path(run).is_file():
         return _mistake(f"{run!a} is a file; give a directory, the output_dir of a run")
+    newest = os.fspath(newest_run(Path(run)))
+    if newest != os.fspath(Path(run)):
+        print(f"ds-silent: {run!a} holds several runs; this is the newest, {newest!a}", file=sys.stderr)
+        run = newest
     if alert and (once or as_json):
         return _mistake("--alert follows a run, so it goes with neither --once nor --json; leave them out")
     try:

@@ -152,6 +152,30 @@ def test_the_exit_status_is_the_severity(tmp_path: Path, severities: tuple[str, 
     assert told["events"]["counts"] == {name: severities.count(name) for name in ("error", "warning", "info")}
 
 
+@pytest.mark.parametrize(
+    ("started", "shown"),
+    [
+        ({"": "2026-01-01T00:00:00+00:00", "run-2": "2026-01-02T00:00:00+00:00"}, "run-2"),
+        ({"": "2026-01-03T00:00:00+00:00", "run-2": "2026-01-02T00:00:00+00:00"}, ""),  # resumed
+        ({"": None, "run-2": None, "run-10": None}, "run-10"),  # as older versions write them
+        ({"run-2": "2026-01-02T00:00:00+00:00"}, "run-2"),
+        ({"": "2026-01-01T00:00:00+00:00", "engine-2": "2026-01-02T00:00:00+00:00"}, ""),  # of the same training
+    ],
+)
+def test_of_several_runs_the_one_that_began_last_is_shown(
+    started: dict[str, str | None], shown: str, tmp_path: Path
+) -> None:
+    for name, when in started.items():
+        write(tmp_path / name, RECORDS[: 3 + len(name)])
+        if when is not None:
+            (tmp_path / name / "run.json").write_text(json.dumps({"version": 1, "started": when}))
+    result = watch(tmp_path, "--once", "--json")
+    told = json.loads(result.stdout)
+    assert (told["run"], told["step"]) == (str(tmp_path / shown), 3 + len(shown))
+    said = f"ds-silent: {str(tmp_path)!a} holds several runs; this is the newest, {str(tmp_path / shown)!a}\n"
+    assert result.stderr == (said if shown else "")
+
+
 def test_no_records(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
         result = watch(directory, "--once")
