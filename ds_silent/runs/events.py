@@ -13,7 +13,7 @@ import bisect
 import re
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ MOST_GROUPS = 2000
 """Further ones are counted together, by kind and severity."""
 _MOST_SPANS = 200
 _SINCE = re.compile(r"(?:(?:that of|since|since about) step|those of steps) (\d{1,18})\b")
+_OPEN = re.compile(r"\bsince ((?:about )?step [\d,]+)(?![\d,])")
 _AFTERWARDS = ("observer-off", "repaired")  # actions, not faults that go on
 
 
@@ -83,6 +84,16 @@ class EventGroup:
         return len(self.steps)
 
     @property
+    def name(self) -> str:
+        """As the faults that follow from it call it."""
+        return f"{self.kind} ({self.where})" if self.where else self.kind
+
+    @property
+    def said(self) -> str:
+        """The message; of a fault that is over, which was open when that was written, with its last step."""
+        return _OPEN.sub(rf"from \1 to {self.until:,}", self.message) if self.ended else self.message
+
+    @property
     def total(self) -> int:
         """The number of ranks, also of those that are not listed."""
         return max(self.ranks_total, len(self.ranks))
@@ -111,7 +122,7 @@ class EventGroup:
         if other is self or other.ended or other.kind in _AFTERWARDS:
             return False
         if other.follows:
-            return other.follows == (f"{self.kind} ({self.where})" if self.where else self.kind)
+            return other.follows == self.name
         ours, theirs = (set() if 0 < world_size <= one.ranks_total else {*one.ranks} for one in (self, other))
         same = not (ours and theirs) or bool(ours & theirs)
         return same and other.severity != "info" and self.since <= other.since <= self.last
@@ -200,6 +211,17 @@ class EventLog:
         """Return the faults: worst first, then what does not follow from another, then earliest."""
         groups = self._groups.values()
         return sorted(groups, key=lambda one: (_ORDER[one.severity], bool(one.follows), one.first, one.kind))
+
+
+def causes_first(groups: Sequence[EventGroup]) -> list[EventGroup]:
+    """Put the faults in the order in which they began, none before the one that it follows from; then the worst."""
+    began = {group.name: group.since for group in reversed(groups)}
+
+    def place(one: EventGroup) -> tuple[int, bool, int, int, str]:
+        since = max(one.since, began.get(one.follows, 0))
+        return since, bool(one.follows), _ORDER[one.severity], one.first, one.kind
+
+    return sorted(groups, key=place)
 
 
 def in_words(counts: Mapping[str, int]) -> str:

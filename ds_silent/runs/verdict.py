@@ -20,6 +20,7 @@ from ds_silent.runs.run import RunRecords
 from ds_silent.text import named
 
 State = Literal["passed", "failed", "warned", "noted", "not observed"]
+_STATES: Mapping[str, State] = {"error": "failed", "warning": "warned", "info": "noted"}
 APPLIED = "applied gradient"
 """How the place of an event begins that is about what the optimizer applied."""
 _PREFLIGHT = (
@@ -223,9 +224,10 @@ def _check(run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tupl
     own, (unobserved, figure) = [group for group in groups if group.kind in kinds], looked
     if own:
         worst = own[0]
-        state: State = {"error": "failed", "warning": "warned"}.get(worst.severity, "noted")  # type: ignore[assignment]
-        if state == "noted" and any(group.follows for group in own):  # from what another check has failed for
-            state = "failed"
+        state = _STATES[worst.severity]
+        if state == "noted":  # or as bad as what it follows from, for which another check has failed
+            follows = {group.follows for group in own}
+            state = next((_STATES[one.severity] for one in run.events.groups() if one.name in follows), "noted")
         if state != "noted" or not unobserved:
             who = run.who(worst)
             why = f"{worst.kind}{f', {who[0].lower()}{who[1:]}' if who else ''}"

@@ -293,6 +293,16 @@ def test_what_is_an_error_fails_a_check(tmp_path: Path, kind: str) -> None:
     assert [one.why.partition(",")[0] for one in failed] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("severity", "state"), [("error", "failed"), ("warning", "warned"), ("info", "noted"), (None, "noted")]
+)
+def test_a_consequence_is_as_bad_as_its_cause(severity: str | None, state: str, tmp_path: Path) -> None:
+    cause = [] if severity is None else [event(10, "update-mismatch", severity, where="decay")]
+    effect = event(12, severity="info", where="loss", follows="update-mismatch (decay)")
+    verdict = verdict_of(read_run(write(tmp_path, events=(*cause, effect))))
+    assert [one.state for one in verdict.checks if one.name == "Ranks alike"] == [state]
+
+
 def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
     message = "Rank 2 differs. The first update that left them apart was that of step 4."
     verdict = verdict_of(read_run(write(tmp_path, events=(event(10, "replica-drift", message=message),))))

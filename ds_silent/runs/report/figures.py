@@ -148,7 +148,8 @@ def noise_scale(view: PlotContext) -> Panel | None:
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
     note = _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
-    return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, note=note, keys=keys)
+    # heavy: it divides by a square that may be near 0
+    return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, heavy=True, note=note, keys=keys)
 
 
 def _noise_words(noise: float | None, batch: float | None) -> str:

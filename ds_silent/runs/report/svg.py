@@ -131,17 +131,21 @@ def chart(
     marks: Sequence[Mark] = (),
     y_count: int = 4,
     between: Point | None = None,
+    heavy: bool = False,
     note: str = "",
     keys: tuple[tuple[str, str], ...] | None = None,
 ) -> Panel:
     """Draw some curves over the steps, without those that are empty.
 
     ``log``: a logarithmic scale, without what is not above 0; ``zero``: 0 belongs to the picture; ``level``: a
-    horizontal line; ``between``: the scale's ends; ``keys``: of the legend, where they are not those of the series.
+    horizontal line; ``between``: the scale's ends; ``heavy``: many values lie far off, as those of a ratio do;
+    ``keys``: of the legend, where they are not those of the series.
     """
     series = [one for one in series if not one.curve.empty]
     shapes = [_scaled(one.curve, log) for one in series]
-    low, high = between or _range(shapes, [one.style for one in series], zero, level, log)
+    low, high = between or _range(shapes, [one.style for one in series], zero, level, log, heavy)
+    if between is None:
+        note = f"{note} {_points_outside(shapes, [one.style for one in series], low, high)}".strip()
     parts, clipped = [], []
     for mark in marks:
         x = f"{axis.at(mark.step) * WIDTH:.1f}"
@@ -165,18 +169,27 @@ def chart(
 
 
 def _scaled(curve: BinnedCurve, log: bool) -> BinnedCurve:
-    """Return the logarithm, or the values within what can be subtracted and divided."""
+    """Return the logarithm (none of 0), or the values within what can be subtracted and divided."""
 
     def scaled(values: Floats) -> Floats:
         if log:
-            return np.log10(np.where(values > 0, values, np.nan))
+            return np.where(values < 0, -np.inf, np.log10(np.where(values > 0, values, np.nan)))  # below all of it
         return np.where(np.abs(values) < _SMALLEST, 0.0, np.clip(values, -_LARGEST, _LARGEST))
 
     with np.errstate(all="ignore"):
         return BinnedCurve(scaled(curve.low), scaled(curve.mean), scaled(curve.high), curve.broken)
 
 
-def _range(curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool) -> Point:
+def _points_outside(curves: Sequence[BinnedCurve], styles: Sequence[Style], low: float, high: float) -> str:
+    """Say at how many places a line leaves the picture, where a sign marks it."""
+    off = [(one.low < low) | (one.high > high) for one, style in zip(curves, styles, strict=True) if style != "band"]
+    count = int(np.logical_or.reduce(off).sum()) if off else 0
+    return f"{count:,} point{'s lie' if count > 1 else ' lies'} outside of the picture (▲ ▼)." if count else ""
+
+
+def _range(
+    curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool, heavy: bool
+) -> Point:
     """Return the scale's ends; where few bins lie far off, what the others need: the drawing marks the few."""
     drawn = zip(curves, styles, strict=True)
     each = [(curve.mean,) if style == "dash" else (curve.low, curve.high) for curve, style in drawn]
@@ -184,7 +197,7 @@ def _range(curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, l
     every = every[np.isfinite(every)]
     if not len(every):
         return 0.0, 1.0
-    usual_low, usual_high = (float(value) for value in np.quantile(every, (0.02, 0.98)))
+    usual_low, usual_high = (float(value) for value in np.quantile(every, (0.25, 0.75) if heavy else (0.02, 0.98)))
     room = 2.5 * max(usual_high - usual_low, 1e-12 * max(abs(usual_low), abs(usual_high)))
     ends = [max(float(every.min()), usual_low - room), min(float(every.max()), usual_high + room)]
     ends += [] if level is None else [math.log10(level) if log else level]
@@ -209,7 +222,7 @@ def _shape(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float)
         return " ".join(f"{x:.1f},{y:.2f}" for x, y in points)
 
     parts = []
-    if one.style in ("band", "line") and np.nanmax(curve.high - curve.low, initial=0.0) > 0:
+    if one.style in ("band", "line") and (curve.high > curve.low).any():
         for run in _runs(curve.low + curve.high):
             bins = [(axis.centre(n), n) for n in run]
             if len(run) == 1:  # as wide as its bin

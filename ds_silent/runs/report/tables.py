@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import escape
 
 from ds_silent.runs.columns import Floats
-from ds_silent.runs.events import SEVERITIES, EventGroup
+from ds_silent.runs.events import SEVERITIES, EventGroup, causes_first
 from ds_silent.runs.lines import number, of, text, whole
 from ds_silent.runs.report.axis import shown
 from ds_silent.runs.report.figures import PlotContext
@@ -38,9 +38,10 @@ class FaultRow(NamedTuple):
 
 
 def event_rows(view: PlotContext) -> list[FaultRow]:
-    """Return the faults, worst first; above ``MOST_ROWS`` one row for each kind and severity, and all are counted."""
+    """Return the faults, causes first; above ``MOST_ROWS``, of which the worst are shown, one row for each kind and
+    severity, and all are counted."""
     groups = view.run.events.groups()
-    rows = [_row(group, view.run) for group in groups[:MOST_ROWS]]
+    rows = [_row(group, view.run) for group in causes_first(groups[:MOST_ROWS])]
     rest: Counter[tuple[str, str]] = Counter()
     for group in groups[MOST_ROWS:]:
         rest[group.kind, group.severity] += group.count
@@ -62,18 +63,18 @@ def _row(group: EventGroup, run: RunRecords) -> FaultRow:
     when += f", {spans} times" if spans > 1 and last else ""
     named = (("score", group.score), ("threshold", group.threshold if group.score is not None else None))
     figures = ", ".join(f"{name} {shown(value)}" for name, value in named if value is not None)
-    said = (group.message, group.remedy, group.where, figures, group.count)
+    said = (group.said, group.remedy, group.where, figures, group.count)
     return FaultRow(group.kind, group.severity, run.who(group), when, first, *said)
 
 
 def timeline(view: PlotContext) -> Panel | None:
-    """Draw a row for each fault, worst first; further ones share the last row."""
+    """Draw a row for each fault, causes first; of many the worst, and further ones share the last row."""
     groups = [group for group in view.run.events.groups() if group.last > 0]
     if not groups:
         return None
     most = _TIMELINE if len(groups) > _TIMELINE + 1 else _TIMELINE + 1
     parts, labels = [], []
-    for at, group in enumerate(groups[:most]):
+    for at, group in enumerate(causes_first(groups[:most])):
         for n, (first, last, ended) in enumerate(group.spans):
             begin = first if n else min(first, group.since)
             parts.append(_bar(view.axis.at(begin) * 100, view.axis.at(last) * 100, group.severity, at, ended))

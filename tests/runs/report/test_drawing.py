@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.figures import plot_context
+from ds_silent.runs.report.figures import noise_scale, plot_context
 from ds_silent.runs.report.svg import Series, chart, diverging
+from ds_silent.sinks.jsonl import JsonlSink
+from tests.support.made_records import Run
 
 
 @pytest.mark.parametrize(("first", "last", "every"), [(1, 30, 1), (10, 3000, 10), (1, 100_000, 1), (7, 7, 1)])
@@ -54,7 +58,24 @@ def test_what_lies_outside_of_the_picture_is_marked() -> None:
     values[40] = 1e6
     figure = chart(Axis.of(steps), [Series("x", binned(Axis.of(steps), steps, values))], "x")
     assert figure.markup.count("▲") == 1
+    assert figure.note == "1 point lies outside of the picture (▲ ▼)."
     assert figure.data["series"][0]["mean"][40] == 1e6
+
+
+def test_a_noise_scale_that_is_often_extreme_does_not_squeeze_the_rest(tmp_path: Path) -> None:
+    sink, run = JsonlSink(tmp_path), Run()
+    for step in range(1, 21):
+        extreme = {7: -2e16, 12: 3e9}.get(step)
+        sink.write(replace(run.record(), noise_scale=100.0 + step if extreme is None else extreme))
+    sink.close()
+    found = read_run(tmp_path)
+    panel = noise_scale(plot_context(found, verdict_of(found)))
+    assert panel is not None
+    assert panel.note.endswith(" 2 points lie outside of the picture (▲ ▼).")
+    labels = [float(text.replace(",", "")) for text in re.findall(r'<text class="y"[^>]*>([^<]*)<', panel.markup)]
+    assert len(labels) >= 3
+    assert 0 <= min(labels) < max(labels) < 200
+    assert panel.data["series"][0]["mean"][6] == -2e16
 
 
 def test_buckets_that_lie_across_bins_are_lost_in_none() -> None:

@@ -68,6 +68,25 @@ def test_the_row_of_an_event_has_the_steps_of_the_headline(tmp_path: Path) -> No
     page = (tmp_path / "report.html").read_text()
     assert "from step 9 to 30." in first_screen(page)
     assert "steps 9 to 30 (found at step 20)" in page
+    assert page.count("Rank 3 is off, from about step 9 to 30.") == 2
+    assert "since about step 9" not in page
+
+
+def test_causes_are_drawn_before_what_comes_of_them(tmp_path: Path) -> None:
+    sink, run = JsonlSink(tmp_path), Run()
+    for _ in range(40):
+        sink.write(run.record())
+    cause = Event(10, "update-mismatch", "warning", (1,), "decay", None, None, "Rank 1 decays.", "Look.")
+    worse = Event(12, "replica-drift", "error", (1,), "weight", None, None, "Rank 1 differs.", "Look.")
+    effect = Event(20, "outlier-rank", "error", (1,), "loss", None, None, "Off, since step 8.", "")
+    for event in (worse, replace(effect, follows="update-mismatch (decay)"), cause):
+        sink.write_event(event)
+    sink.close()
+    assert report(tmp_path)[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    order = ["update-mismatch", "outlier-rank", "replica-drift"]
+    assert re.findall(r'<text class="y"[^>]*>([\w-]+-[\w-]+) · 1<', page) == order
+    assert re.findall(r"</span> <b>([\w-]+)</b>", page) == order
 
 
 def objective_of(directory: Path, *found: tuple[float, ...] | None) -> str:
