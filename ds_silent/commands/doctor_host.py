@@ -259,7 +259,8 @@ def clock(machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iter
         status = re.search(pattern, answer.out) if answer.code == 0 else None
         if status is not None:
             good = status[1].strip().lower() not in ("no", "not synchronised")
-            yield ok("clock", "synchronised") if good else doubtful("clock", "not synchronised", remedy)
+            say = doubtful if has_several_hosts(machine) else note
+            yield ok("clock", "synchronised") if good else say("clock", "not synchronised", remedy)
             return
     yield ok("clock", "even; nobody here knows whether it is synchronised")
 
@@ -280,6 +281,7 @@ DOUBTS = (
     (("PYTHONOPTIMIZE",), r".+", "Unset it: checks of torch and DeepSpeed that are assertions do not run."),
 )
 """Variables, the values of them that make one wonder, and what to do."""
+_BETWEEN_HOSTS = ("MASTER_ADDR", "NCCL_IB_DISABLE")
 
 
 def environment(machine: Machine) -> Iterator[CheckResult]:
@@ -288,7 +290,7 @@ def environment(machine: Machine) -> Iterator[CheckResult]:
     for variable, pattern, remedy in ((name, *rest) for names, *rest in DOUBTS for name in names):
         value = machine.environment.get(variable)
         if value is not None and re.fullmatch(pattern, value.strip()):
-            say = note if variable == "MASTER_ADDR" and not has_several_hosts(machine) else doubtful
+            say = note if variable in _BETWEEN_HOSTS and not has_several_hosts(machine) else doubtful
             found.append(say(variable, shown(value) or "empty", remedy))
     threads, cores = machine.environment.get("OMP_NUM_THREADS"), os.cpu_count() or 1
     if threads is not None and (not threads.isdigit() or not 0 < int(threads) <= cores):
