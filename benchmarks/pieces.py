@@ -37,6 +37,7 @@ PIECES = {
     "capture.settings_check:SettingsCheck: agree note",
     "rules": "capture.breaches:BreachCheck: _safely code agree",
     "end of backward": "observing.step_loop:StepLoop: before_reduction",
+    "gradients, together": "capture.step:StepMoments: accumulated",
     "reduced share": "capture.step:StepMoments: reduced",
     "before the update": "observing.step_loop:StepLoop: before_update",
     "waiting for the judge": "observing.recorder:Recorder: finish",
