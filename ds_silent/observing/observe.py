@@ -113,14 +113,14 @@ def observe(
     board.leave(process_of(os.getpid()))
     capture, unlike = start.agree_on_layout(group, subject.facts, words, config, lambda: _capture_of(subject, config))
     places = _places_of(board, config) if dist.get_rank(group) == 0 else None  # all have left theirs before they agreed
+    if capture.device.type == "cpu":
+        let_gloo_end_first()  # after the observer has closed: what is registered first is called last
     home = RunDirectory.open(config, capture.group, capture.device, subject.monitor_write)
     home.processes = board.processes
     board.forget()  # rank 0 has read them before it opened the directory, for which all have waited
     observer = Observer(capture, config, home, start.first_step(capture))
     if home.sinks is not None and places is not None:
         observer.place(places)
-    if capture.device.type == "cpu":
-        let_gloo_end_first()  # after the observer has closed: what is registered first is called last
     _keep(subject, observer)
     if home.sinks is not None:
         _announce(subject, config, capture, home)

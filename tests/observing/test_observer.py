@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent.exchange.collectives import let_gloo_end_first
 from ds_silent.measure.row_tracker import RowTracker
 from ds_silent.practice.probe import LENGTH, VOCABULARY
 from ds_silent.records import Event
@@ -422,6 +423,11 @@ def refuse(changes: dict[str, Any], directory: str) -> str:
     return str(caught.value)
 
 
+def refuse_and_end(changes: dict[str, Any], directory: str) -> tuple[str, bool]:
+    """Say, too, whether gloo's threads get their time: the ranks have just agreed that rank 0 cannot write."""
+    return refuse(changes, directory), let_gloo_end_first.cache_info().currsize == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -447,8 +453,9 @@ def test_what_cannot_be_observed_is_refused_on_every_rank(changes: Any, sentence
 def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     changes = {"silent_consistency": {"output_dir": str(tmp_path / "file" / "below"), "tensorboard": False}}
-    for message in run_distributed(refuse, 2, (changes, str(tmp_path))):
+    for message, gloo_ends_first in run_distributed(refuse_and_end, 2, (changes, str(tmp_path))):
         assert str(tmp_path / "file" / "below") in message
+        assert gloo_ends_first
 
 
 # -- a user's script ----------------------------------------------------------------------------------
