@@ -44,6 +44,7 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
+_MANY = 1 << 16  # contents
 
 
 class RowTracker:
@@ -60,6 +61,8 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
+        self._shared: set[int] = set()  # contents that ranks have shared at a step of this pass
+        self._common: set[int] = set()  # at two steps of one pass: the data hold them several times
 
     def step(
         self,
@@ -90,10 +93,8 @@ class RowTracker:
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
-        rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
+        rows = np.bincount(sent.owners[of_step], minlength=ranks)
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
-        self.deal.rows.step(sent.values, sent.owners, ranks)
-        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again, self._recent.taken)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
@@ -102,19 +103,30 @@ class RowTracker:
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
+                self._shared.clear()
                 self._epoch.start_epoch()
+                self.deal.rows.pass_begins(within=first > 0)
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # a row of one rank's last epoch may be another rank's in this one
-            found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
+            now = part & of_step
+            if not walk.told and (walk.watched or rows_in_epoch is not None):
+                copies = self._copies(sent.values[now], sent.owners[now])
+                rows = rows - np.bincount(sent.owners[now][copies], minlength=ranks)
+                now[now] = ~copies
+            found = shared_rows(sent.values[now], sent.owners[now])
             shared += found.count
             pairs.update({(a, b): count for a, b, count in found.pairs})
+        owned, recent = self.deal.rows, self._recent
+        owned.step(sent.values, sent.owners, ranks)
+        passes = OwnPasses(recent.window, recent.distinct, owned.own_again, recent.taken, owned.later)
         visits, shared = self._epoch.visits, round(shared / rate)
         sample = None if rate == 1.0 else rate
         told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
         evidence = Evidence(
             duplicates=pairs,
-            rows_per_rank=rows,
+            rows_per_rank=tuple(rows.tolist()),
+            by_content=not walk.told,
             own_rows=tuple(sent.counts.tolist()),
             own_repeats=repeats,
             passes=passes,
@@ -135,6 +147,18 @@ class RowTracker:
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
+
+    def _copies(self, values: Ids, owners: Ids) -> npt.NDArray[np.bool_]:
+        """Tell which rows of a step have a content that ranks shared before in this pass, as a common text is."""
+        order = np.lexsort((owners, values))
+        near = values[order][1:] == values[order][:-1]
+        shared = set(values[order][1:][near & (owners[order][1:] != owners[order][:-1])].tolist())
+        again = shared & self._shared
+        if len(self._shared) < _MANY:
+            self._shared |= shared
+        if len(self._common) < _MANY:
+            self._common |= again
+        return np.isin(values, list(shared & (again | self._common)))
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
