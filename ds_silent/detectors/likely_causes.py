@@ -31,7 +31,7 @@ from typing import Literal
 from ds_silent.text import TORCH, Words
 
 SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agree on one factor no better than that
-NEAR = 1.25  # a factor this near to a count is that count
+NEAR = 1.075  # a factor further from a count than this is another, however noisy it is
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
 LARGEST = 20.0  # a factor of loss and norm that not even wrong labels make
@@ -127,7 +127,7 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     elif seen.norm_constant and norm < 0:
         causes = [_CUT, *causes, _SCALED]
     elif one_factor:
-        multiplied, data = _of_one_factor(seen, (loss + norm) / 2, words), [_OTHER_DATA if loss > 0 else _EASIER]
+        multiplied, data = _of_one_factor(seen, loss, words), [_OTHER_DATA if loss > 0 else _EASIER]
         doubtful = seen.direction is None and loss > 0 and abs(loss) < math.log(LARGEST) and not _simple(seen)
         if seen.direction == "off" or doubtful:
             causes = [*data, *multiplied, *causes]
@@ -209,8 +209,8 @@ def _of_counts(seen: Symptoms, loss: float, norm: float, words: Words) -> list[L
 
 
 def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCause]:
-    """The loss is multiplied: by what?"""
-    shown = _number(math.exp(factor))
+    """The loss is multiplied: by what? Its own ratio says so best: a norm depends more on the rows."""
+    shown, near = _number(math.exp(factor)), _near(seen.loss_noise)
     found = []
     each = " per micro-batch" if (seen.micro_batches or 1.0) > 1.0 else ""
     summed = "the loss is summed over them, not averaged"
@@ -227,7 +227,7 @@ def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCa
     )
     look = "reduction='sum' or 'mean', and divisions of the loss, in this rank's code"
     for name, count, what, meaning in candidates:
-        if count is not None and count > 1.0 and abs(abs(factor) - math.log(count)) <= math.log(NEAR):
+        if count is not None and count > 1.0 and abs(abs(factor) - math.log(count)) <= near:
             whose = "the number of ranks" if what == "ranks" else f"its number of {what}"
             if factor > 0:
                 text = f"{shown} is about {whose} ({count:g}): {meaning}"
@@ -235,10 +235,15 @@ def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCa
                 text = f"1/{_number(math.exp(-factor))}, and {count:g} is {whose}: the loss is divided by it once more"
             found.append((abs(abs(factor) - math.log(count)), LikelyCause(name, text, look)))
     tokens = _ratio(seen.label_tokens, seen.peers_label_tokens)
-    if tokens and abs(tokens) > math.log(1.5) and abs(factor - tokens) <= math.log(NEAR):
+    if tokens and abs(tokens) > math.log(1.5) and abs(factor - tokens) <= near:
         text = f"{shown} is about how many more label tokens it has: the loss is weighed by the tokens on one side only"
         found.append((abs(factor - tokens), LikelyCause("token-weighting", text, look)))
     return [*(cause for _, cause in sorted(found, key=lambda pair: pair[0])), _MULTIPLIED]
+
+
+def _near(noise: float) -> float:
+    """Return how far, in logarithms, a factor may lie from a count: three of its standard errors, where it has some."""
+    return min(max(3.0 * noise, SIMPLE_LOSS[0]), math.log(NEAR)) if noise > 0.0 else math.log(NEAR)
 
 
 def _simple(seen: Symptoms) -> bool:
@@ -267,7 +272,7 @@ def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:
 
 def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]:
     """The gradient is multiplied behind a plain loss."""
-    factor, near = math.exp(norm), min(max(3.0 * seen.norm_noise, SIMPLE_NORM[0]), math.log(NEAR))
+    factor, near = math.exp(norm), _near(seen.norm_noise)
     counts = (
         (2.0, "backward runs twice"),
         (seen.micro_batches, f"the gradient is not divided by {words.accumulation}"),

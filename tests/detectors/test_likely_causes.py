@@ -107,6 +107,24 @@ def test_the_likelier_cause_comes_first(seen: dict[str, float], first: str) -> N
     assert len({cause.name for cause in causes}) == len(causes) <= 3
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.005, 0.05, 0.3])
+@pytest.mark.parametrize("factor", [8.66, 5.5, 3.4, 1.4, 1 / 8.66])
+def test_what_is_only_near_a_count_is_not_that_count(factor: float, noise: float) -> None:
+    counts = {"ranks": 4, "rows": 8, "peers_rows": 8, "micro_batches": 1, "peers_micro_batches": 1}
+    for loss in (factor, 1.0):
+        seen = Symptoms(loss=loss, norm=factor, **AGREE, **counts, loss_noise=noise, norm_noise=noise)  # type: ignore[arg-type]
+        assert "is about" not in causes_in_words(likely_causes(seen))
+
+
+def test_a_count_is_named_within_the_error_of_the_factor() -> None:
+    def first(loss: float, noise: float) -> str:
+        counts = {"ranks": 4, "rows": 8, "peers_rows": 8}
+        return likely_causes(Symptoms(loss=loss, norm=loss * 1.2, **AGREE, **counts, loss_noise=noise))[0].name  # type: ignore[arg-type]
+
+    assert (first(8.4, 0.02), first(8.4, 0.01)) == ("loss-summed-over-rows", "loss-multiplied")
+    assert (first(4.1, 0.01), first(1 / 4.1, 0.01)) == ("loss-times-ranks", "loss-times-ranks")
+
+
 @pytest.mark.parametrize("direction", [AGREE, FAINT, APART, {}])
 def test_hardware_is_never_the_cause_of_one_factor(direction: dict[str, float]) -> None:
     for factor in (1 / 8, 1 / 3, 1 / 2, 1.5, 3.0, 193.0, 1e4):
@@ -122,7 +140,7 @@ def test_the_words() -> None:
     )
     words = causes_in_words(likely_causes(seen))
     assert words.startswith(
-        "Most likely: 191 is about its number of label tokens (189): the loss is summed over them, not averaged. Else: "
+        "Most likely: 193 is about its number of label tokens (189): the loss is summed over them, not averaged. Else: "
     )
 
 
