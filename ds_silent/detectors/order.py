@@ -298,7 +298,7 @@ class OrderTest(Detector):
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 
-_GIVE_IDS = " With ids of rows (observe_batch, docs/ways-in.md) nothing depends on their content."
+_GIVE_IDS = " With ids of rows (observe_batch; docs/ways-in.md, for a Trainer, too) nothing depends on their content."
 
 
 def _held_several_times(record: StepRecord, now: Coverage) -> Event:
