@@ -77,7 +77,7 @@ class SameRows(Detector):
         return [[*pair, rows] for pair, rows in sorted(self._pairs.items())]
 
     def load_state_dict(self, state: Any) -> None:
-        self._pairs = {(int(i), int(j)): int(rows[0]) if rows else 1 for i, j, *rows in state}
+        self._pairs = {(int(i), int(j)): int(rows) for i, j, rows in state}
 
 
 class SameGradients(Detector):

@@ -290,7 +290,7 @@ class OrderTest(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._evidence = unlisted(state["evidence"])
-        self._elsewhere = unlisted(state.get("elsewhere", [None] * len(_FEWER)))
+        self._elsewhere = unlisted(state["elsewhere"])
         self._score = float(_mean(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]

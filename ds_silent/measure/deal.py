@@ -127,7 +127,7 @@ class RowOwners:
         self.later = (
             0,
             0,
-        )  # of the newest rows, those that came before in this pass, and those of them on their own rank
+        )  # of the newest rows, those that came before in this pass, and of them those on their own rank
         self._pass = 1  # the first observation that is all of this pass
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
