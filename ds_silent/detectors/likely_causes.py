@@ -32,6 +32,7 @@ from ds_silent.text import TORCH, Words
 
 SAME_FACTOR = 1.35  # loss and norm, each against other rows' loss and norm, agree on one factor no better than that
 NEAR = 1.075  # a factor further from a count than this is another, however noisy it is
+NEAR_LARGEST = 1.25  # likewise above LARGEST: that is a multiplication, and scripts multiply by few such numbers
 PLAIN = 1.15  # a ratio this near to 1 says nothing, where the noise is not known
 LARGE = 3.0  # a factor that other rows or other labels do not make
 LARGEST = 20.0  # a factor of loss and norm that not even wrong labels make
@@ -210,7 +211,8 @@ def _of_counts(seen: Symptoms, loss: float, norm: float, words: Words) -> list[L
 
 def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCause]:
     """The loss is multiplied: by what? Its own ratio says so best: a norm depends more on the rows."""
-    shown, near = _number(math.exp(factor)), _near(seen.loss_noise)
+    shown = _number(math.exp(factor))
+    near = math.log(NEAR_LARGEST) if abs(factor) > math.log(LARGEST) else _near(seen.loss_noise)
     found = []
     each = " per micro-batch" if (seen.micro_batches or 1.0) > 1.0 else ""
     summed = "the loss is summed over them, not averaged"
