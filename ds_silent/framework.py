@@ -289,6 +289,10 @@ class Framework:
         """Tell whether the micro-batch under way is the step's last."""
         return True
 
+    def is_changed_behind(self, index: int) -> bool:
+        """Tell whether another hook may change a parameter's gradient behind this observer's, before it accumulates."""
+        return False
+
     def accumulated(self, index: int) -> Tensor | None:
         """Return what this rank has accumulated of a parameter's gradient, until the reduction."""
         return None

@@ -41,7 +41,6 @@ class LocalGradient:
         norms_add_up: False when ``additive`` and a step has several micro-batches.
         copied: for the exact method, keep a copy, because nothing else stores the whole local gradient.
         by_layer: keep a sketch of every layer.
-        together: :meth:`observe_accumulated` reads what hooks have seen, all of it at once, where it has accumulated.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class LocalGradient:
         norms_add_up: bool,
         copied: bool,
         by_layer: bool,
-        together: bool = False,
     ):
         self._offsets, self._total = sketch.offsets_of(numels)
         plan = sketch.make_plan(self._total, config.sketch_size, device)
@@ -67,7 +65,7 @@ class LocalGradient:
         self.copied = copied
         self._memory_mb, self._device = config.exact_memory_mb, device
         self._accumulated, self._additive, self._norms_add_up = accumulated, additive, norms_add_up
-        self._together = together
+        self._together = True  # as far as a framework asks for it
         self._copy: Tensor | None = None
         self._fires = [0] * len(numels)
         self._captured = [False] * len(numels)
@@ -103,12 +101,13 @@ class LocalGradient:
             fired=float(sum(fires > 0 for fires in self._fires)),
         )
 
-    def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool) -> None:
+    def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> None:
         """Observe one micro-batch's gradient of parameter ``index``, before it is accumulated.
 
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
+            together: leave it to :meth:`observe_accumulated`, where nothing of another step or micro-batch is there.
 
         Raises:
             SparseGradientError: only some rows of it are there.
@@ -118,6 +117,7 @@ class LocalGradient:
                 f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
                 "observed: make its module with sparse=False, if it is to be"
             )
+        together = together and self._together
         if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
             self._order.enter()
         if self.micro_batches.keeping:
@@ -127,7 +127,7 @@ class LocalGradient:
         if self._additive:
             # A parameter of a reentrant checkpoint fires in parts.
             self._once &= first
-            if self._together and (index in self._waiting or self._accumulated(index) is None):
+            if together and (index in self._waiting or self._accumulated(index) is None):
                 self._waiting[index] = None
                 return
             self._captured[index] = True
@@ -142,7 +142,7 @@ class LocalGradient:
             self._once = False
             self._add(index, gradient, None, exact, square=False)
             return
-        if self._together and (previous is None or not first):
+        if together and (previous is None or not first):
             self._waiting[index] = None
             return
         self._captured[index] = True

@@ -126,7 +126,8 @@ class StepMoments:
         if self.plan.measures:
             self._settings.objective.reached = True
             boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
-            self._local.observe(index, gradient, boundary, self.plan.exact)
+            together = self._framework.reads_together and not self._framework.is_changed_behind(index)
+            self._local.observe(index, gradient, boundary, self.plan.exact, together)
 
     def accumulated(self, *_: Any) -> None:
         """Observe the gradients where they have accumulated, all at once."""
@@ -249,7 +250,6 @@ class StepCapture:
             additive=framework.reduces_every_micro_batch,
             norms_add_up=not (framework.reduces_every_micro_batch and framework.micro_batches > 1),
             copied=framework.reduces_every_micro_batch or framework.overlaps_backward,
-            together=framework.reads_together,
             by_layer=self._sends_layers,
         )
         self.kept = self._local.micro_batches

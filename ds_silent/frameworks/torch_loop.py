@@ -84,6 +84,7 @@ class TorchLoop:
         self._module, self._optimizers, self._counts, self._patches = module, optimizers, counts, patches
         self.calls_back, self._graph_task = False, -1  # outside of a backward
         self._parameters: list[Any] = []
+        self._own_hooks: list[int] = []  # by parameter
         self._ids: set[int] = set()  # of the parameters
         self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
         self._came: set[int] = set()  # places of those whose gradients have come in this step
@@ -106,6 +107,12 @@ class TorchLoop:
         """Tell whether the current micro-batch is reduced."""
         return self._boundary if self._open else self._synchronises()
 
+    def is_changed_behind(self, index: int) -> bool:
+        """See :class:`ds_silent.framework.Framework`."""
+        parameter = self._parameters[index]
+        last = next(reversed(parameter._backward_hooks)) == self._own_hooks[index]
+        return not last or bool(parameter._post_accumulate_grad_hooks)
+
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
         self._moments, patches = moments, self._patches
@@ -115,6 +122,7 @@ class TorchLoop:
         for index, parameter in enumerate(parameters):
             with needing_gradient(parameter):  # another of several optimizers may have its turn
                 patches.hook(parameter.register_hook, partial(gradient, index))
+        self._own_hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
             self._hook(optimizer)
         self._parameters, self._ids = list(parameters), set(map(id, parameters))
@@ -386,6 +394,9 @@ class TorchFramework(Framework):
 
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()
+
+    def is_changed_behind(self, index: int) -> bool:
+        return self.loop.is_changed_behind(index)
 
     def accumulated(self, index: int) -> Tensor | None:
         return None if index in self.loop.frozen else self.parameters[index].grad

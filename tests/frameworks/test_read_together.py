@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_silent
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DirectionConfig
-from ds_silent.sinks.jsonl import read_metrics
+from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
 WIDTH, STEPS = 6, 4
@@ -92,16 +92,54 @@ def test_hooks_read_where_nobody_calls_back() -> None:
         norms_add_up=True,
         copied=False,
         by_layer=False,
-        together=True,
     )
     seen = []
     for _ in range(2):
         for index, gradient in enumerate(gradients):
             assert gradient is not None
-            local.observe(index, gradient, boundary=True, exact=False)
+            local.observe(index, gradient, boundary=True, exact=False, together=True)
         local.end_micro_batch()
         squared = local.accumulator.take()[1].sum()
         observed = local.observed(squared, None)
         seen.append((observed.seen, float(squared)))
         local.start_step()
     assert seen == [(0.0, 0.0), (1.0, pytest.approx(20.0))]
+
+
+def changed(directory: Path, case: str) -> None:
+    """Rank 1's gradient is halved between the observer's hook and the reduction, from step 3 on."""
+    torch.manual_seed(3)
+    model = Model()
+    wrapped: Any = fully_shard(model) if case == "fsdp2" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    observer = ds_silent.attach(wrapped, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
+    assert observer is not None
+    step = 0
+
+    def halve(weight: Tensor) -> None:
+        if step >= 3 and dist.get_rank() == 1 and weight.grad is not None:
+            weight.grad *= 0.5
+
+    if case == "fsdp2":
+        wrapped.unshard()
+    for parameter in model.parameters():
+        if case == "accumulated":
+            parameter.register_post_accumulate_grad_hook(halve)
+        else:
+            parameter.register_hook(lambda g: g * 0.5 if step >= 3 and dist.get_rank() == 1 else g)
+    if case == "fsdp2":
+        wrapped.reshard()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(1, 6):  # noqa: B007  # the hooks read it
+        wrapped(torch.randn(4, WIDTH, generator=generator)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    observer.close()
+
+
+@pytest.mark.parametrize("case", ["tensor", "accumulated", "fsdp2"])
+def test_what_changes_behind_the_observers_hook_is_a_fact_still(tmp_path: Path, case: str) -> None:
+    run_distributed(changed, 2, (tmp_path, case))
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] == "error"]
+    assert {event["kind"] for event in events} == {"aggregation-error"}
+    assert events[0]["step"] == 3
