@@ -112,11 +112,7 @@ class LocalGradient:
         Raises:
             SparseGradientError: only some rows of it are there.
         """
-        if gradient.layout is not torch.strided:
-            raise SparseGradientError(
-                f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
-                "observed: make its module with sparse=False, if it is to be"
-            )
+        _refuse_sparse(index, gradient)
         together = together and self._together
         if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
             self._order.enter()
@@ -135,7 +131,7 @@ class LocalGradient:
             return
         previous = self._accumulated(index)
         if first and previous is not None:
-            self._take_out_leftover(index, previous, boundary)
+            self.take_out(index, previous, boundary)
         if not boundary:
             return
         if self._captured[index]:
@@ -148,18 +144,22 @@ class LocalGradient:
         self._captured[index] = True
         self._add(index, gradient, None if first else previous, exact, square=True)
 
-    def take_out(self, index: int, accumulated: Tensor) -> None:
-        """Take out what parameter ``index`` has accumulated before a step's first micro-batch: none of the step's."""
+    def take_out(self, index: int, previous: Tensor, boundary: bool = False) -> None:
+        """Take out what parameter ``index`` holds before a step's first micro-batch: ``zero_grad`` has left it, which
+        is a fault of its own. Of the ``boundary`` it is simply not added."""
         if self._order is not None:
             self._order.enter()
-        self._take_out_leftover(index, accumulated, boundary=False)
+        flat = previous.detach().reshape(-1).float()
+        square = torch.dot(flat, flat)
+        self._leftover = square if self._leftover is None else self._leftover + square
+        if not boundary:
+            self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
 
     def observe_accumulated(self, exact: bool) -> None:
         """Observe what has accumulated of the parameters that no hook has read at the boundary.
 
-        These took part in earlier micro-batches alone, or all are read together. Called at the boundary, after its
-        backward and before a reduction has written its result there; when ``additive``, before what has accumulated of
-        a micro-batch is reduced and freed.
+        These took part in earlier micro-batches alone, or all are read together. To be called before a reduction writes
+        its result there: at the boundary, behind its backward, and when ``additive`` in each backward.
         """
         unread = self._waiting
         if not self._additive:
@@ -234,13 +234,13 @@ class LocalGradient:
             if term is not None:
                 part.add_(term.detach().reshape(-1))
 
-    def _take_out_leftover(self, index: int, previous: Tensor, boundary: bool) -> None:
-        """Take out what ``zero_grad`` left of the last step: a fault of its own, never part of the local gradient."""
-        flat = previous.detach().reshape(-1).float()
-        square = torch.dot(flat, flat)
-        self._leftover = square if self._leftover is None else self._leftover + square
-        if not boundary:  # at the boundary `previous` is simply not added
-            self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
+
+def _refuse_sparse(index: int, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise SparseGradientError(
+            f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
+            "observed: make its module with sparse=False, if it is to be"
+        )
 
 
 class KeptMicroBatches:

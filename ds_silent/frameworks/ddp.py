@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import SilentConsistencyConfig
@@ -175,7 +178,7 @@ class DDPFramework(TorchFramework):
         )
         self._ddp = ddp
         self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
-        self.reads_together = self.loop.calls_back = reduces_copies(ddp)
+        self.reads_together, self._graph_task = reduces_copies(ddp), -1  # outside of a backward
 
     def arithmetic(self, elements: int, width: int) -> Arithmetic:
         return arithmetic_of(self._ddp, {p.dtype for p in self.parameters}, elements, width)
@@ -197,11 +200,23 @@ class DDPFramework(TorchFramework):
 
     def connect(self, moments: Moments) -> None:
         self.patches.hook(self._ddp.register_forward_pre_hook, partial(self._refuse_join, moments.guard))
-        super().connect(moments)
+        super().connect(replace(moments, on_gradient=partial(self._gradient, moments)))
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             self.patches.wrap(self._ddp, name, self._hook_registered)
         if hasattr(self._ddp, "reducer"):  # none where all reductions are delayed
             self.patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
+
+    def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
+        """Ask for a call at the end of this run of autograd's engine, ahead of the reducer, which asks after its hook.
+
+        A reentrant checkpoint is a run of its own, in which the reducer may ask.
+        """
+        moments.on_gradient(index, gradient)
+        if self.reads_together and self.is_boundary():
+            task = torch._C._current_graph_task_id()
+            if task != self._graph_task:
+                self._graph_task = task
+                Variable._execution_engine.queue_callback(moments.on_accumulated)  # type: ignore[arg-type]
 
     def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check no more: the bound on rounding is that of the reduction as it was when the observer was attached."""

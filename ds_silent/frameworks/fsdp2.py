@@ -161,17 +161,18 @@ class FSDP2Framework(TorchFramework):
             device=_local(named[0][1]).device,
         )
         self.aggregate_replicated, self._rows = False, self.share()
-        self._plain = plain_parameters(model, self._modules, self.names)
+        self.hooked = plain_parameters(model, self._modules, self.names)
 
     def connect(self, moments: Moments) -> None:
         """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""
-        self.loop.connect(moments, self._plain)
+        super().connect(moments)
         for group in groups_of(self._modules):
             self.patches.around(group, "post_backward", moments.on_accumulated)
 
     def accumulated(self, index: int) -> Tensor | None:
         """Return what a backward has brought of the whole parameter, until its group's end."""
-        return self._plain[index].grad
+        held: Tensor | None = self.hooked[index].grad
+        return held
 
     def share(self) -> list[Slice]:
         return share_of(self.parameters, self._mesh)
@@ -193,7 +194,7 @@ class FSDP2Framework(TorchFramework):
         return [
             GatheredPiece(self.names[rows.index], owners[id(parameter)], partial(_own_rows, whole, parameter, rows))
             for rows in rows_of(self.parameters, self._mesh)
-            for parameter, whole in [(self.parameters[rows.index], self._plain[rows.index])]
+            for parameter, whole in [(self.parameters[rows.index], self.hooked[rows.index])]
             if id(parameter) in owners
         ]
 

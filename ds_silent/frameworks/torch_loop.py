@@ -1,8 +1,5 @@
 """Find the moments of a loop that the script writes itself: torch's forward, backward and optimizer.
 
-class MyFramework(TorchFramework):       # an adapter: see DDPFramework and FSDP2Framework
-    ...
-
 No object of such a loop knows what an optimizer step is, so the steps are counted here: a step begins to end when the
 first optimizer is about to step, and ends when all have stepped or the next training forward or backward comes.
 
@@ -30,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.forwards import loss_in
@@ -45,9 +41,7 @@ from ds_silent.frameworks.torch_common import (
     cut,
     follow_accelerate,
     needing_gradient,
-    nth_share,
     parameters_of_optimizer,
-    row_of,
     rows_in,
 )
 from ds_silent.kernels.checksums import Items, Replica
@@ -65,12 +59,10 @@ class TorchLoop:
         synchronises: whether the current backward reduces its gradients: the step's last or only one.
         reduces_in_backward: the aggregate is there when the backward ends; else the reducer calls
             :meth:`reduction_ended`.
-
-    Attributes:
-        calls_back: a reduction that overlaps with the backward writes its result in the callbacks that end it.
     """
 
     _moments: Moments  # as soon as there is a hook
+    hooks: list[int]  # this loop's own, by parameter
 
     def __init__(
         self,
@@ -82,9 +74,7 @@ class TorchLoop:
         reduces_in_backward: bool = True,
     ):
         self._module, self._optimizers, self._counts, self._patches = module, optimizers, counts, patches
-        self.calls_back, self._graph_task = False, -1  # outside of a backward
         self._parameters: list[Any] = []
-        self._own_hooks: list[int] = []  # by parameter
         self._ids: set[int] = set()  # of the parameters
         self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
         self._came: set[int] = set()  # places of those whose gradients have come in this step
@@ -107,12 +97,6 @@ class TorchLoop:
         """Tell whether the current micro-batch is reduced."""
         return self._boundary if self._open else self._synchronises()
 
-    def is_changed_behind(self, index: int) -> bool:
-        """See :class:`ds_silent.framework.Framework`."""
-        parameter = self._parameters[index]
-        last = next(reversed(parameter._backward_hooks)) == self._own_hooks[index]
-        return not last or bool(parameter._post_accumulate_grad_hooks)
-
     def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
         """Register every hook."""
         self._moments, patches = moments, self._patches
@@ -122,7 +106,7 @@ class TorchLoop:
         for index, parameter in enumerate(parameters):
             with needing_gradient(parameter):  # another of several optimizers may have its turn
                 patches.hook(parameter.register_hook, partial(gradient, index))
-        self._own_hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
+        self.hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
             self._hook(optimizer)
         self._parameters, self._ids = list(parameters), set(map(id, parameters))
@@ -182,18 +166,6 @@ class TorchLoop:
             if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.on_loss_share(loss)
         self._moments.on_gradient(index, gradient)
-        if self.calls_back and self._boundary:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        """Ask for a call at the end of this run of autograd's engine, ahead of the reducer, which asks after its hook.
-
-        A reentrant checkpoint is a run of its own, in which the reducer may ask.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._graph_task = task
-            Variable._execution_engine.queue_callback(self._moments.on_accumulated)  # type: ignore[arg-type]
 
     def _backward_ended(self) -> None:
         self._root = self._unscaled = None
@@ -368,6 +340,7 @@ class TorchFramework(Framework):
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off" and checks
         self.aggregate_replicated = self.observes_applied
         self.loop = TorchLoop(module, self._optimizers, self.counts, self.patches, synchronises, reduces_in_backward)
+        self.hooked: Sequence[Any] = self.parameters  # as a backward sees them
         self._share = self.share() if checks else None
         pieces = [(self.parameters[piece.index], piece) for piece in self._share or ()]
         self._applied = AppliedGradients(pieces, self._optimizers)
@@ -377,7 +350,7 @@ class TorchFramework(Framework):
     def share(self) -> list[Slice]:
         """Return this rank's share of the aggregate: an N-th if every rank holds all of it."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return nth_share(self.numels, rank, ranks, [row_of(parameter) for parameter in self.parameters])
+        return torch_common.nth_share(self.numels, rank, ranks, list(map(torch_common.row_of, self.parameters)))
 
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
         """Return a piece of a parameter's gradient, as a view if possible."""
@@ -390,13 +363,13 @@ class TorchFramework(Framework):
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self.loop.connect(moments, self.parameters)
+        self.loop.connect(moments, self.hooked)
 
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()
 
     def is_changed_behind(self, index: int) -> bool:
-        return self.loop.is_changed_behind(index)
+        return torch_common.is_changed_behind(self.hooked[index], self.loop.hooks[index])
 
     def accumulated(self, index: int) -> Tensor | None:
         return None if index in self.loop.frozen else self.parameters[index].grad

@@ -32,7 +32,7 @@ from ds_silent.measure.coverage import (
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
-from ds_silent.measure.row_history import RecentRows, SameOrder
+from ds_silent.measure.row_history import CommonContents, RecentRows, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
 
@@ -44,7 +44,6 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
-_MANY = 1 << 16  # contents
 
 
 class RowTracker:
@@ -61,8 +60,7 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
-        self._shared: set[int] = set()  # contents that ranks have shared at a step of this pass
-        self._common: set[int] = set()  # at two steps of one pass: the data hold them several times
+        self._common = CommonContents()
 
     def step(
         self,
@@ -103,7 +101,7 @@ class RowTracker:
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
-                self._shared.clear()
+                self._common.start_pass()
                 self._epoch.start_epoch()
                 self.deal.rows.pass_begins(within=first > 0)
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
@@ -111,7 +109,7 @@ class RowTracker:
             # a row of one rank's last epoch may be another rank's in this one
             now = part & of_step
             if not walk.told and (walk.watched or rows_in_epoch is not None):
-                copies = self._copies(sent.values[now], sent.owners[now])
+                copies = self._common.step(sent.values[now], sent.owners[now])
                 rows = rows - np.bincount(sent.owners[now][copies], minlength=ranks)
                 now[now] = ~copies
             found = shared_rows(sent.values[now], sent.owners[now])
@@ -147,18 +145,6 @@ class RowTracker:
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
-
-    def _copies(self, values: Ids, owners: Ids) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a step have a content that ranks shared before in this pass, as a common text is."""
-        order = np.lexsort((owners, values))
-        near = values[order][1:] == values[order][:-1]
-        shared = set(values[order][1:][near & (owners[order][1:] != owners[order][:-1])].tolist())
-        again = shared & self._shared
-        if len(self._shared) < _MANY:
-            self._shared |= shared
-        if len(self._common) < _MANY:
-            self._common |= again
-        return np.isin(values, list(shared & (again | self._common)))
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
