@@ -82,7 +82,7 @@ def from_numbers(ranks: int) -> list[Finding]:
 def from_rows(ranks: int) -> list[Finding]:
     record, found = record_of(ranks), []
     shared = Evidence(duplicates={(0, rank): 8 for rank in range(1, ranks)}, rows_per_rank=(8,) * ranks)
-    found += duplicate_data.by_ids(record, shared, shared.duplicates or {})
+    found += duplicate_data.by_ids(record, shared, set())
     found += duplicate_data.by_gradients(make(7, [2.0] * ranks, [1.0] * ranks, [1.0] * ranks))
     sizes, repeats, order = BatchSizeTest(), RepeatTest(16.0), OrderTest(16.0)
     same = SameOrderTest(16.0)

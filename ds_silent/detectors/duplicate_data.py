@@ -26,7 +26,7 @@ after s steps of b rows, and is named when these are K = ceil(threshold / log(1 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,6 @@ SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
 MAX_GROUPS = 8  # reported one by one
 OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
-COMMON_TEXTS = 4  # that ranks may share before they are known to be common
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
@@ -64,20 +63,20 @@ class SameRows(Detector):
     key = "pairs_before"
 
     def __init__(self) -> None:
-        self._pairs: dict[Pair, int] = {}  # of the previous measured step: rows that they have shared, in a row
+        self._pairs: set[Pair] = set()  # of the previous measured step
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         if evidence.rows_sampled < 1.0:  # see ``SampledRowsTest``
             return []
-        counts = evidence.duplicates or {}
-        self._pairs = {pair: counts[pair] + self._pairs.get(pair, 0) for pair in shared_pairs(evidence)}
-        return by_ids(record, evidence, self._pairs)
+        found = by_ids(record, evidence, self._pairs)
+        self._pairs = shared_pairs(evidence)
+        return found
 
     def state_dict(self) -> list[list[int]]:
-        return [[*pair, rows] for pair, rows in sorted(self._pairs.items())]
+        return [list(pair) for pair in sorted(self._pairs)]
 
     def load_state_dict(self, state: Any) -> None:
-        self._pairs = {(int(i), int(j)): int(rows) for i, j, rows in state}
+        self._pairs = {(int(i), int(j)) for i, j in state}
 
 
 class SameGradients(Detector):
@@ -220,8 +219,6 @@ def shared_pairs(extras: Evidence) -> set[Pair]:
     Health has two kinds of shared rows: a sampler that pads the epoch's last batch repeats at most one row per rank,
     and sampling with replacement shares about b/n of the b rows. One shared row is therefore counted only when
     the caller sees it twice in a row (see :func:`by_ids`); half of a batch is reached by chance only with b near n/2.
-    Where rows are known by their content, a few common texts may be half of a small batch: then ``COMMON_TEXTS`` rows
-    are needed, of one step or several in a row. A text that ranks share again and again is left out before.
     """
     if not extras.duplicates or extras.rows_per_rank is None:
         return set()
@@ -231,15 +228,15 @@ def shared_pairs(extras: Evidence) -> set[Pair]:
     }
 
 
-def by_ids(record: StepRecord, extras: Evidence, pairs: Mapping[Pair, int]) -> list[Finding]:
-    """Find ranks with the same rows; ``pairs``: of those that share rows now, how many in this and the last steps."""
+def by_ids(record: StepRecord, extras: Evidence, before: set[Pair]) -> list[Finding]:
+    """Find ranks with the same rows; ``before`` are the pairs of the previous measured step."""
+    pairs = shared_pairs(extras)
     counts = extras.duplicates or {}
-    rows, least = extras.rows_per_rank or (), COMMON_TEXTS if extras.by_content else 2
-    sure = {pair for pair, shared in pairs.items() if shared >= least}
+    sure = {pair for pair in pairs if counts[pair] > 1 or pair in before}
 
     def said(inside: list[Pair]) -> tuple[float, str]:
         shared = max(counts[pair] for pair in inside)
-        smallest = min(min(rows[r] for r in pair) for pair in inside)
+        smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
         text = f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
         return shared / smallest, text
 

@@ -10,11 +10,7 @@ from m consumed rows with x repeats: (q/p)^x ((1-q)/(1-p))^(m-x), expectation at
 
 **Of all ranks** (:class:`OrderTest`) p is ``TOLERATED``: rows that the data hold twice, ids that are hashes. Where rows
 are known by their content only, those that the data hold several times repeat in health: p is ``TOLERATED_BY_CONTENT``,
-and what is found is a warning. It needs more, as data may hold any share of copies. Copies are dealt as all rows are:
-of those that come again one in N comes to the rank that had the other, while an order that is wrong adds repeats on
-other ranks alone. So a second test has to find that too few come again on their own rank. Null hypothesis: with
-probability at least 1/N, one by one; its evidence is that of fewer, accumulated in the same way. Left out is what had
-come just before, as copies that the data hold side by side do. Where the second test finds nothing, there is a note.
+and what is found is a warning.
 
 **Of one rank** (:class:`RepeatTest`), the same rows just before: where an epoch ends, or is a few steps long, and where
 rows are drawn with replacement, every rank takes rows again and none is to blame. So a rank is compared with the
@@ -50,8 +46,11 @@ from ds_silent.text import TORCH, Words, named
 
 TOLERATED, TOLERATED_BY_CONTENT = 0.01, 0.1  # share of rows that come again in health
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])  # of all ranks
-_FEWER = np.array([0.5, 0.1])  # of the repeats that chance leaves on their own rank
 _STUCK = np.array([0.5, 0.99])  # of one: who is stuck repeats all rows, or those of one of two workers
+_COPIES = (
+    "If the data hold copies of rows, this is no fault: give ids (observe_batch; docs/ways-in.md, for a Trainer too), "
+    "and the content no longer counts."
+)
 PASSES_ALIKE = 3  # of one sampler with one epoch: the first may have been a trial, and a second its resume
 ROUNDS, ONCE = 4.0, 1.5  # rows of a rank by its different rows: it goes round, it does not; the estimate is off by 1/8
 _MEMORY = 64  # measured steps
@@ -173,8 +172,6 @@ class OrderTest(Detector):
     def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
         self._threshold, self._repeats = log_threshold, repeats
         self._evidence = np.full(len(_RATES), -np.inf)
-        self._elsewhere = np.full(len(_FEWER), -np.inf)  # that rows come again on other ranks than chance has it
-        self._noted = False  # that contents come again; once in a process
         self._score = -math.inf  # of the evidence before the newest step's was cut at what is needed
         self._last: Coverage | None = None
         self._mismatch_since: int | None = None
@@ -204,43 +201,30 @@ class OrderTest(Detector):
                 return self._findings(record)
             if not duplicated:
                 certain = min(repeated - max(attributed, own), now.repeated * known - doubtful)
-                self._weigh(
-                    record, consumed, max(0.0, certain), (0, 0) if extras.passes is None else extras.passes.later
-                )
-            sure = now.told or duplicated or float(_mean(self._elsewhere)) >= self._threshold - _ROUNDING
-            self._close_epoch(record.step, now, consumed / known, self._own / known, sure)
+                self._weigh(record.step, consumed, max(0.0, certain))
+            self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
 
     @property
     def _tolerated(self) -> float:
         return TOLERATED if self._last is None or self._last.told else TOLERATED_BY_CONTENT
 
-    def _weigh(self, record: StepRecord, consumed: float, repeated: float, later: tuple[int, int]) -> None:
-        """``later``: rows of the step that came before in this pass, on any rank and on their own."""
+    def _weigh(self, step: int, consumed: float, repeated: float) -> None:
         gain = _gain(repeated, consumed, _RATES, self._tolerated)
         gain[self._tolerated >= _RATES] = -np.inf  # no alternative
         self._evidence, grown = _grown(self._evidence, gain, self._threshold)
         self._score, score = float(_mean(grown)), float(_mean(self._evidence))
-        if self._last is not None and not self._last.told and record.world_size > 1:
-            chance, (again, own) = 1.0 / record.world_size, later
-            gain = _gain(own, again, _FEWER * chance, chance)
-            self._elsewhere, grown = _grown(self._elsewhere, gain, self._threshold)
-            copies = score >= self._threshold - _ROUNDING > float(_mean(self._elsewhere))
-            if copies and not self._noted:
-                self._noted, self.notes = True, (_held_several_times(record, self._last),)
-            self._score, score = min(self._score, float(_mean(grown))), min(score, float(_mean(self._elsewhere)))
         self.scores = (Score("order", self._score, self._threshold),)
         if score >= self._threshold - _ROUNDING:
-            self._mismatch_since = self._mismatch_since or record.step
+            self._mismatch_since = self._mismatch_since or step
         elif score < self._threshold / 2:
             self._mismatch_since = None
 
-    def _close_epoch(self, step: int, now: Coverage, share_of_step: float, own: float, sure: bool) -> None:
-        """``sure``: contents that come again are not only the data's own."""
+    def _close_epoch(self, step: int, now: Coverage, share_of_step: float, own: float) -> None:
         if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
             return
         missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error - own
-        low = sure and missing > self._tolerated
+        low = missing > self._tolerated
         self._low = (self._low[0] if self._low else step, now.seen) if low else None
 
     def _findings(self, record: StepRecord) -> list[Finding]:
@@ -257,11 +241,8 @@ class OrderTest(Detector):
                 "dependent seeds belong to dropout and augmentation, not to the order of the data."
             )
             if not now.told:
-                message += (
-                    " Rows are known by their content here; those that the data hold several times would come again on "
-                    "their own rank as often as on each other one, and these do not."
-                )
-                remedy += _GIVE_IDS
+                message += " Rows are known by their content here: those that the data hold several times count too."
+                remedy = f"{_COPIES} Else: {remedy[0].lower()}{remedy[1:]}"
             key: EventKind = "data-order-mismatch"
             severity: Severity = "error" if now.told else "warning"
             score, since = self._score, self._mismatch_since
@@ -281,7 +262,6 @@ class OrderTest(Detector):
     def state_dict(self) -> dict[str, Any]:
         return {
             "evidence": listed(self._evidence),
-            "elsewhere": listed(self._elsewhere),
             "last": None if self._last is None else asdict(self._last),
             "mismatch_since": self._mismatch_since,
             "low": self._low,
@@ -290,26 +270,11 @@ class OrderTest(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._evidence = unlisted(state["evidence"])
-        self._elsewhere = unlisted(state["elsewhere"])
         self._score = float(_mean(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state["own"])
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
-
-
-_GIVE_IDS = " With ids of rows (observe_batch; docs/ways-in.md, for a Trainer, too) nothing depends on their content."
-
-
-def _held_several_times(record: StepRecord, now: Coverage) -> Event:
-    message = (
-        f"Contents of rows come again before the epoch is over: so far {100 * now.repeated / now.epoch:.1f} % of the "
-        "rows consumed in this epoch. The rows are known by their content, and nothing shows that the order is wrong: "
-        "the data seem to hold the same rows several times."
-    )
-    remedy = "Do nothing if the data hold copies, else look at what the loader gives." + _GIVE_IDS
-    ranks = tuple(range(record.world_size))
-    return Event(record.step, "data-order-mismatch", "info", ranks, "data", now.repeated, None, message, remedy)
 
 
 def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:

@@ -124,21 +124,12 @@ class RowOwners:
     def _start(self, ranks: int) -> None:
         self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
         self.own_again: float | None = None  # share of the newest rows that came before, which the same rank had taken
-        self.later = (
-            0,
-            0,
-        )  # of the newest rows, those that came before in this pass, and of them those on their own rank
-        self._pass = 1  # the first observation that is all of this pass
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
         self._came = np.zeros(SLOTS, dtype=np.int64)  # observation's number
         self._begun = np.zeros(ranks, dtype=bool)  # ranks whose rows have come again
         self._single = np.full(ranks, -1, dtype=np.int64)  # earlier owner of each rank's newest unpaired row
-
-    def pass_begins(self, within: bool) -> None:
-        """Note that a pass begins with the next observation, or within it: then its rows before are not told apart."""
-        self._pass = self._count + 1 + within
 
     def step(self, values: Ids, owners: Ids, ranks: int) -> None:
         """Take in all ranks' rows of an observation or a sample of them, and each row's rank; each rank's in order."""
@@ -154,8 +145,6 @@ class RowOwners:
         self.own_again = float((before == owners)[again].mean()) if again.any() else None
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
-        inside = later & (self._came[places] >= self._pass)
-        self.later = int(inside.sum()), int((before == owners)[inside].sum())
         if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:
             self._weigh(before[later], owners[later])
         self._hashes[places], self._owners[places], self._came[places] = hashes, owners, self._count

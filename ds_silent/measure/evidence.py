@@ -159,7 +159,6 @@ class OwnPasses:
     distinct: tuple[float, ...]  # different rows so far, about
     again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
     taken: tuple[int, ...] = ()  # rows so far
-    later: tuple[int, int] = (0, 0)  # rows that came before in this pass, not just before: on any rank, on their own
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,6 @@ class Evidence:
 
     duplicates: Mapping[tuple[int, int], int] | None = None  # rows that ranks i < j both hold in this step
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
-    by_content: bool = False  # rows are known by hashes of their content: those that the data hold twice are one
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
     passes: OwnPasses | None = None  # what tells those of a small shard of its own

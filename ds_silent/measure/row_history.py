@@ -15,7 +15,6 @@ from ds_silent.maths.mixing import mix64
 from ds_silent.measure.evidence import OrderAgain
 
 REGISTERS = 64
-MOST_COMMON = 1 << 16  # contents
 _POWERS = np.ldexp(1.0, -np.arange(64)).astype(np.float32)
 _BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
 
@@ -99,30 +98,6 @@ class RecentRows:
 WINDOW = 64
 FEWEST = 8
 """Rows of a rank in a pass, where nobody knows how many an epoch has."""
-
-
-class CommonContents:
-    """Find contents that ranks share again and again in one pass: the data hold them several times."""
-
-    def __init__(self) -> None:
-        self._shared: set[int] = set()  # at a step of this pass
-        self._common: set[int] = set()  # at two steps of one pass
-
-    def start_pass(self) -> None:
-        """Begin a pass over the data."""
-        self._shared.clear()
-
-    def step(self, values: Ids, owners: Ids) -> npt.NDArray[np.bool_]:
-        """Tell which rows of a step are such, from all ranks' hashes and each row's rank."""
-        order = np.lexsort((owners, values))
-        near = values[order][1:] == values[order][:-1]
-        shared = set(values[order][1:][near & (owners[order][1:] != owners[order][:-1])].tolist())
-        again = shared & self._shared
-        if len(self._shared) < MOST_COMMON:
-            self._shared |= shared
-        if len(self._common) < MOST_COMMON:
-            self._common |= again
-        return np.isin(values, list(shared & (again | self._common)))
 
 
 class SameOrder:

@@ -32,7 +32,7 @@ from ds_silent.measure.coverage import (
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
-from ds_silent.measure.row_history import CommonContents, RecentRows, SameOrder
+from ds_silent.measure.row_history import RecentRows, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
 
@@ -60,7 +60,6 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
-        self._common = CommonContents()
 
     def step(
         self,
@@ -91,8 +90,10 @@ class RowTracker:
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
-        rows = np.bincount(sent.owners[of_step], minlength=ranks)
+        rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
+        self.deal.rows.step(sent.values, sent.owners, ranks)
+        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again, self._recent.taken)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
@@ -101,30 +102,19 @@ class RowTracker:
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
-                self._common.start_pass()
                 self._epoch.start_epoch()
-                self.deal.rows.pass_begins(within=first > 0)
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
             # a row of one rank's last epoch may be another rank's in this one
-            now = part & of_step
-            if not walk.told and (walk.watched or rows_in_epoch is not None):
-                copies = self._common.step(sent.values[now], sent.owners[now])
-                rows = rows - np.bincount(sent.owners[now][copies], minlength=ranks)
-                now[now] = ~copies
-            found = shared_rows(sent.values[now], sent.owners[now])
+            found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
             pairs.update({(a, b): count for a, b, count in found.pairs})
-        owned, recent = self.deal.rows, self._recent
-        owned.step(sent.values, sent.owners, ranks)
-        passes = OwnPasses(recent.window, recent.distinct, owned.own_again, recent.taken, owned.later)
         visits, shared = self._epoch.visits, round(shared / rate)
         sample = None if rate == 1.0 else rate
         told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
         evidence = Evidence(
             duplicates=pairs,
-            rows_per_rank=tuple(rows.tolist()),
-            by_content=not walk.told,
+            rows_per_rank=rows,
             own_rows=tuple(sent.counts.tolist()),
             own_repeats=repeats,
             passes=passes,

@@ -66,7 +66,6 @@ class Deal:
             rows_per_rank=told.evidence.rows_per_rank,
             own_rows=told.evidence.own_rows,
             own_repeats=told.evidence.own_repeats,
-            passes=told.evidence.passes,
             coverage=told.evidence.coverage,
             same_order=told.evidence.same_order,
         )

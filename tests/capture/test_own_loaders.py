@@ -257,7 +257,8 @@ def page_example(directory: str, code: str) -> None:
 
 def test_the_example_of_rows_with_ids(tmp_path: Path) -> None:
     text = Path(__file__).parents[2].joinpath("docs", "ways-in.md").read_text()
-    [code] = [part.split("```")[0] for part in text.split("```python\n")[1:] if "observe_batch" in part.split("```")[0]]
+    codes = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    [code] = [one for one in codes if "observe_batch" in one and "DistributedSampler" in one]
     assert len(code.splitlines()) <= 12
     run_distributed(page_example, 2, (str(tmp_path), code))
     records = list(read_metrics(tmp_path / "metrics.jsonl"))

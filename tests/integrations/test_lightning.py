@@ -186,7 +186,7 @@ def test_an_interrupted_training_is_recorded_as_one(
     monkeypatch.setenv("MASTER_PORT", free_port())
     monkeypatch.setenv(BLOCK_FILE, "silent.json")
     status, said = run([interpreter(), "train.py"], tmp_path)
-    assert status == 1, said
+    assert status in (1, -9), said  # -9: Lightning's own watcher came first
     ended = json.loads((tmp_path / "run" / "run.json").read_text())["ended"]
     assert (ended["step"], ended["error"], ended["interrupted"]) == (2, None, True)
     assert "verdict: The training was interrupted after step 2; until then no fault was seen" in said
