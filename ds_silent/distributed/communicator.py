@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 from collections import Counter
@@ -33,6 +34,11 @@ def own_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
     if key not in _own:
         _own[key] = new_part(group, ranks)
     return _own[key]
+
+
+def outlive_python(group: dist.ProcessGroup) -> None:
+    """Never give a group back: as Python ends, gloo's would wait for peers that wait for this process to end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def new_part(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:

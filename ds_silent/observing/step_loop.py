@@ -41,6 +41,7 @@ from torch import Tensor
 from ds_silent.capture.step import StepCapture, StepPlan
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
+from ds_silent.distributed.communicator import outlive_python
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import make_exchange
@@ -240,10 +241,16 @@ class StepLoop:
             self.unanswered = error
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
-    def say_goodbye(self) -> None:
-        """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here."""
+    def say_goodbye(self, broken: bool) -> None:
+        """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here.
+
+        Args:
+            broken: the training has broken off here: others may never come, as they wait for this rank elsewhere.
+        """
         if not self._guard.over and dist.is_initialized():
             self._guard.run(lambda: self._exchange.post(self._capture.step, _GOODBYE, self._guard))
+            if broken:
+                outlive_python(self._capture.group)
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""

@@ -204,3 +204,33 @@ def test_no_import_draws_a_number_of_the_scripts_generators() -> None:
     """rich draws one as it is imported: what a script shuffled behind attach came in another order than without it."""
     done = subprocess.run([interpreter(), "-c", IMPORTS], capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+
+
+BREAKS_OFF = """
+import sys, torch, torch.distributed as dist, ds_silent
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ds_silent.observe(model, optimizer, {"output_dir": sys.argv[1], "tensorboard": False}):
+    for step in range(20):
+        if step == 5 and dist.get_rank() == 1:
+            raise ValueError("a mistake of the script's own")
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_raises_ends_the_training_at_once(tmp_path: Path) -> None:
+    """Its goodbye waits for the other rank, which waits in its backward: nobody may wait for that as Python ends."""
+    script = tmp_path / "train.py"
+    script.write_text(BREAKS_OFF)
+    command = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert "a mistake of the script's own" in done.stderr
