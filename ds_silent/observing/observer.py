@@ -211,7 +211,7 @@ class Observer:
             cleanup, steps = self._guard.cleanup, self._steps
             cleanup(steps.publish_early, closed=True)
             cleanup(lambda: self._publisher.last_words(self._capture.step))
-            cleanup(steps.say_goodbye, broken=error is not None)
+            cleanup(steps.say_goodbye)
             cleanup(steps.stop, ended=True)
             cleanup(self.closing)
             cleanup(self._home.ends, self._capture.step - 1, error or steps.unanswered)

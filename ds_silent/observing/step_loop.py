@@ -241,16 +241,14 @@ class StepLoop:
             self.unanswered = error
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
-    def say_goodbye(self, broken: bool) -> None:
+    def say_goodbye(self) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here.
 
-        Args:
-            broken: the training has broken off here: others may never come, as they wait for this rank elsewhere.
+        They may never come to that: where this rank has broken off, they wait for it elsewhere.
         """
         if not self._guard.over and dist.is_initialized():
             self._guard.run(lambda: self._exchange.post(self._capture.step, _GOODBYE, self._guard))
-            if broken:
-                outlive_python(self._capture.group)
+            outlive_python(self._capture.group)
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""

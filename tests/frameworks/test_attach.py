@@ -217,20 +217,21 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with ds_silent.observe(model, optimizer, {"output_dir": sys.argv[1], "tensorboard": False}):
     for step in range(20):
         if step == 5 and dist.get_rank() == 1:
-            raise ValueError("a mistake of the script's own")
+            END
         model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
 
 
-def test_a_rank_that_raises_ends_the_training_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["raise ValueError('a mistake of its own')", "sys.exit('a mistake of its own')"])
+def test_a_rank_that_breaks_off_ends_the_training_at_once(end: str, tmp_path: Path) -> None:
     """Its goodbye waits for the other rank, which waits in its backward: nobody may wait for that as Python ends."""
     script = tmp_path / "train.py"
-    script.write_text(BREAKS_OFF)
+    script.write_text(BREAKS_OFF.replace("END", end))
     command = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 1
-    assert "a mistake of the script's own" in done.stderr
+    assert "a mistake of its own" in done.stderr
