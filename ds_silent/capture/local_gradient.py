@@ -101,13 +101,15 @@ class LocalGradient:
             fired=float(sum(fires > 0 for fires in self._fires)),
         )
 
-    def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> None:
+    def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> bool:
         """Observe one micro-batch's gradient of parameter ``index``, before it is accumulated.
+
+        Return whether it is left to :meth:`observe_accumulated`.
 
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
             boundary: whether this is the step's last micro-batch; ignored when ``additive``.
-            together: leave it to :meth:`observe_accumulated`, where nothing of another step or micro-batch is there.
+            together: leave it, where nothing of another step or micro-batch is there.
 
         Raises:
             SparseGradientError: only some rows of it are there.
@@ -125,24 +127,25 @@ class LocalGradient:
             self._once &= first
             if together and (index in self._waiting or self._accumulated(index) is None):
                 self._waiting[index] = None
-                return
+                return True
             self._captured[index] = True
             self._add(index, gradient, None, exact, square=self._norms_add_up)
-            return
+            return False
         previous = self._accumulated(index)
         if first and previous is not None:
             self.take_out(index, previous, boundary)
         if not boundary:
-            return
+            return False
         if self._captured[index]:
             self._once = False
             self._add(index, gradient, None, exact, square=False)
-            return
+            return False
         if together and (previous is None or not first):
             self._waiting[index] = None
-            return
+            return True
         self._captured[index] = True
         self._add(index, gradient, None if first else previous, exact, square=True)
+        return False
 
     def take_out(self, index: int, previous: Tensor, boundary: bool = False) -> None:
         """Take out what parameter ``index`` holds before a step's first micro-batch: ``zero_grad`` has left it, which

@@ -113,8 +113,8 @@ class StepMoments:
         """Take the factor on the step's gradients, from the gradient of its loss."""
         self.scale = gradient.detach().float() * factor
 
-    def gradient(self, index: int, gradient: Tensor) -> None:
-        """Observe one parameter's gradient of one micro-batch.
+    def gradient(self, index: int, gradient: Tensor) -> bool:
+        """Observe one parameter's gradient of one micro-batch; return whether it waits for :meth:`accumulated`.
 
         This runs for every parameter, between operations that have emptied the caches: a function that need not be
         called costs ten times here what it costs in a loop.
@@ -127,7 +127,8 @@ class StepMoments:
             self._settings.objective.reached = True
             boundary = self._framework.hook_sees_full_gradient and self._framework.is_boundary()
             together = self._framework.reads_together and not self._framework.is_changed_behind(index)
-            self._local.observe(index, gradient, boundary, self.plan.exact, together)
+            return self._local.observe(index, gradient, boundary, self.plan.exact, together)
+        return False
 
     def accumulated(self, *_: Any) -> None:
         """Observe the gradients where they have accumulated, all at once."""

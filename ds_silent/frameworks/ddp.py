@@ -211,8 +211,7 @@ class DDPFramework(TorchFramework):
 
         A reentrant checkpoint is a run of its own, in which the reducer may ask.
         """
-        moments.on_gradient(index, gradient)
-        if self.reads_together and self.is_boundary():
+        if moments.on_gradient(index, gradient):
             task = torch._C._current_graph_task_id()
             if task != self._graph_task:
                 self._graph_task = task
