@@ -45,7 +45,10 @@ def main() -> None:
 @app.command()
 def check(
     ds_config: Annotated[
-        list[str], _argument("DeepSpeed configurations: JSON files, or their base64 form.", "DS_CONFIG...")
+        list[str],
+        _argument(
+            "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.", "DS_CONFIG..."
+        ),
     ],
     world_size: Annotated[
         int | None,
@@ -66,7 +69,7 @@ def check(
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
     from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
-    from ds_silent.config.block_file import load_ds_config
+    from ds_silent.config.block_file import load_ds_config, under_its_name
     from ds_silent.distributed.places import read_groups
     from ds_silent.extras import installed, missing_sentence
     from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
@@ -78,7 +81,7 @@ def check(
         if len(ds_config) > 1:
             typer.echo(f"{chr(10) * (number > 0)}{source!a}")
         try:
-            loaded = load_ds_config(source)
+            loaded = under_its_name(load_ds_config(source))
             config = parse(loaded)
             if config is not None:
                 refuse_unsupported_config(loaded, config)

@@ -16,7 +16,7 @@ from ds_silent.capture.breaches import text_of, unlike_of
 from ds_silent.capture.settings_check import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors
+from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors, same_rows
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.jump import JumpTest
@@ -82,7 +82,7 @@ def from_numbers(ranks: int) -> list[Finding]:
 def from_rows(ranks: int) -> list[Finding]:
     record, found = record_of(ranks), []
     shared = Evidence(duplicates={(0, rank): 8 for rank in range(1, ranks)}, rows_per_rank=(8,) * ranks)
-    found += duplicate_data.by_ids(record, shared, set())
+    found += same_rows.by_ids(record, shared, same_rows.shared_pairs(shared))
     found += duplicate_data.by_gradients(make(7, [2.0] * ranks, [1.0] * ranks, [1.0] * ranks))
     sizes, repeats, order = BatchSizeTest(), RepeatTest(16.0), OrderTest(16.0)
     same = SameOrderTest(16.0)

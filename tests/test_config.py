@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_silent.config import ConfigError, EffectsConfig, SilentConsistencyConfig, find_block, parse
-from ds_silent.config.block_file import load_ds_config
+from ds_silent.config.block_file import load_ds_config, under_its_name
 
 NAN = float("nan")
 
@@ -367,6 +367,21 @@ def test_load_a_dict_a_path_and_base64(tmp_path: Path) -> None:
     loaded = [load_ds_config(ds_config), load_ds_config(path), load_ds_config(str(path)), load_ds_config(encoded)]
     assert loaded == [ds_config] * 4
     assert loaded[0] is not ds_config
+
+
+@pytest.mark.parametrize(
+    ("held", "alone"),
+    [
+        ({"interval": 5}, True),
+        ({"interval": 5, "tensorboard": False, "directon": {}}, True),  # and one of its keys is misspelt
+        ({}, False),
+        ({"tensorboard": {"enabled": True}}, False),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 1}}, False),
+        ({"silent_consistency": {"interval": 5}}, False),
+    ],
+)
+def test_a_file_with_the_block_alone_is_told_from_a_ds_config(held: dict[str, Any], alone: bool) -> None:
+    assert under_its_name(held) == ({"silent_consistency": held} if alone else held)
 
 
 def test_comments_and_trailing_commas_as_deepspeed_reads_them(tmp_path: Path) -> None:

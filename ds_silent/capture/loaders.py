@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, dataloader
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, dataloader
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
 from ds_silent.preflight.comparison import PreflightOutcome
@@ -55,6 +55,7 @@ class Deal:
     by_torch: bool = False  # and the sampler is torch's own, of which that is sure
     alike: int = 1  # passes in a row that this one sampler has dealt in one order, this one among them
     by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
+    all_rows: bool = False  # a pass of this rank takes every row of its data set once: nothing is left to other ranks
 
     @property
     def word(self) -> float:
@@ -275,7 +276,8 @@ def deal_of(source: Any, ranks: int) -> Deal:
     try:
         samplers = samplers_in(source)
         found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
-        return next(found, _as_it_likes(_called(samplers)))
+        plain = any(type(one) is RandomSampler and not one.replacement for one in samplers)
+        return next(found, replace(_as_it_likes(_called(samplers)), all_rows=plain))
     except Exception:  # somebody else's property
         return Deal(by=f"{type(source).__name__}, which cannot be read")
 

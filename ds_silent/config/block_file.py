@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import hjson
 from pydantic import TypeAdapter, ValidationError
 
-from ds_silent.config import ConfigError
+from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.text import shown
 
 _Value = TypeVar("_Value")
@@ -55,6 +55,16 @@ def load_ds_config(config: str | Path | Mapping[str, Any], called: str = "ds_con
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
     return _read_object(text, name)
+
+
+def under_its_name(held: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a file holds as a ``ds_config``: a block alone is put under its name.
+
+    It is one if at least half of its keys are a block's, of which DeepSpeed has none but ``tensorboard``.
+    """
+    keys = held.keys() - {"tensorboard"}
+    ours = keys & SilentConsistencyConfig.model_fields.keys()
+    return {BLOCK: held} if ours and 2 * len(ours) >= len(keys) else held
 
 
 def name_of(config: object, called: str = "ds_config") -> str:

@@ -24,7 +24,7 @@ from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelTokensTest
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
-from ds_silent.detectors.duplicate_data import OverlapTest, SameGradients, SameRows, SampledRowsTest
+from ds_silent.detectors.duplicate_data import SameGradients
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.jump import JumpTest
@@ -35,6 +35,7 @@ from ds_silent.detectors.order import FewRowsTest, OrderTest, RepeatTest, SameOr
 from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
+from ds_silent.detectors.same_rows import OverlapTest, SameRows, SampledRowsTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words
@@ -91,7 +92,7 @@ class Judge:
             LabelWeightsTest(),
             LabelRulesTest(),
             StaleParameters(alike),
-            SameRows(),
+            SameRows(steps),
             SampledRowsTest(steps),
             OverlapTest(),
             SameGradients(alike),

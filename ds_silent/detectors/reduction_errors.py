@@ -123,7 +123,8 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     where, what = "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
     if cause is not None:
-        where, ranks, what = layers_text(cause.wrong, layers), cause.blamed, cause.kind
+        where, what = layers_text(cause.wrong, layers), cause.kind
+        ranks = cause.blamed if len(cause.blamed) < record.world_size else ()
         parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
         message += "".join(f" {cause_sentence(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:
@@ -334,11 +335,15 @@ def cause_sentence(cause: Cause, layers: tuple[str, ...], world_size: int, resul
     if cause.kind == "partial":
         whose = named(cause.ranks or tuple(range(world_size)), world_size)
         shown = _weights(cause, cause.ranks or tuple(range(world_size)))
-        return f"Something of the gradient of {whose} is missing or counted twice in {where} ({shown}, on average)."
+        what = f"Something of the gradient of {whose} is missing or counted more than once"
+        return f"{what} in {where} ({shown}, on average)."
     factor = cause.factor or 0.0
     if cause.kind == "unreduced":
         alone = named(cause.ranks, world_size)
         return f"In {where} it is {factor:.3g} times the gradient of {alone} alone: it was not reduced."
+    if cause.kind == "leftover" and 0 < len(cause.ranks) < world_size:
+        whose = f"{named(cause.ranks).capitalize()} {'has' if len(cause.ranks) == 1 else 'have'}"
+        return f"{whose} not cleared the gradients of the step before in {where}: they are in it again."
     return {
         "leftover": f"The gradients of the step before were not cleared in {where} and are in it again.",
         "zeroed": f"It is zero in {where}.",

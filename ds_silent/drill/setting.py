@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, parse
-from ds_silent.config.block_file import section
+from ds_silent.config.block_file import section, under_its_name
 from ds_silent.config.fields import about
 from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
 from ds_silent.extras import installed, missing_sentence
@@ -213,7 +213,7 @@ def make_setting(
         ConfigError: there is no active block, or something in the configuration cannot be honoured.
     """
     _refuse_stage(framework, stage)
-    held = copy.deepcopy(dict({BLOCK: {}} if given is None else given))
+    held = copy.deepcopy(dict({BLOCK: {}} if given is None else under_its_name(given)))
     if framework != "deepspeed" and BLOCK not in held:
         held = {BLOCK: held}
     if isinstance(held.get(BLOCK), Mapping):  # the trainer fills it in; here it is replaced

@@ -221,9 +221,9 @@ class Gathered:
         return len(self.status.failed)
 
     @property
-    def leftover(self) -> bool:
-        """Whether an earlier step left something in some rank's gradients."""
-        return bool((self.local.leftover_squared != 0.0).any())
+    def leftover(self) -> tuple[int, ...]:
+        """Ranks in whose gradients an earlier step left something."""
+        return tuple(self.local.leftover_squared.nonzero().flatten().tolist())
 
     @property
     def norms_exact(self) -> bool:

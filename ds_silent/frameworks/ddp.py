@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
+from ds_silent.extras import is_first
 from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, needing_gradient
 from ds_silent.frameworks.torch_loop import TorchFramework
@@ -160,7 +161,7 @@ class DDPFramework(TorchFramework):
             if name not in ignored and (p.requires_grad if self._reduced is None else id(p) in self._reduced)
         ]
         checks = keeps_the_mean(ddp)
-        if not checks:
+        if not checks and is_first():
             logger.warning(
                 "ds_silent: the communication hook %s may be lossy by design: the reduction is not checked",
                 hook_of(ddp),
@@ -224,11 +225,12 @@ class DDPFramework(TorchFramework):
         hook = hook_of(self._ddp)
         if hook != before and not (hook in WHOLE and before in WHOLE) and self._share is not None:
             self.stop_checking()
-            logger.warning(
-                "ds_silent: the communication hook %s came after the observer: the reduction is not checked from now "
-                "on; register it before the observer is attached",
-                hook,
-            )
+            if is_first():
+                logger.warning(
+                    "ds_silent: the communication hook %s came after the observer: the reduction is not checked from "
+                    "now on; register it before the observer is attached",
+                    hook,
+                )
         return result
 
     def _reduce_late(self, original: Callable[..., Any], reducer: Any) -> Any:

@@ -35,6 +35,7 @@ LEFT_BY_ROUNDING = 0.5  # where rounding is larger than that, a rule must at lea
 INDEPENDENT = 1e-6  # smallest over largest eigenvalue of the ranks' Gram matrix, below which nobody can be told apart
 OUTSTANDING = 0.5  # of the largest score, by the ranks' own account
 STANDARD_ERRORS, LEAST_SHARE = 6.0, 0.1  # by which a rank's weight must be off to be spoken of
+CERTAIN = 10.0  # standard errors, from which a smaller share is spoken of: of one parameter among many
 LARGEST = 1 << 20  # numbers of micro-batches' sketches that one rank may be asked for
 OFF = 0.1  # from which a micro-batch's weight is spoken of
 BY_CHANCE, MUCH = 3.0, 0.4  # standard errors, and share of the largest: below one of them others' weights are noise
@@ -122,13 +123,13 @@ def own_weights(
     return OwnWeights(found, scores, limit, squares, lengths / (beside @ beside).clamp(min=1e-300))
 
 
-def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False, own: OwnWeights | None = None) -> Cause:
+def explain(pieces: Pieces, tolerances: Tensor, leftover: tuple[int, ...] = (), own: OwnWeights | None = None) -> Cause:
     """The simplest rule that explains the error.
 
     Args:
         pieces: of the step.
         tolerances: (L,) largest error of each layer that rounding explains.
-        leftover: the gradients were not empty when the step began.
+        leftover: ranks whose gradients were not empty when the step began.
         own: where the pieces are those of all ranks together.
     """
     errors = pieces.aggregate - pieces.sketches.mean(0)
@@ -137,7 +138,7 @@ def explain(pieces: Pieces, tolerances: Tensor, leftover: bool = False, own: Own
         wrong = errors.norm(dim=1).argmax().reshape(1)
     layers = tuple(wrong.tolist())
     if leftover:
-        return Cause("leftover", layers)
+        return Cause("leftover", layers, ranks=leftover)
     named = None if own is None else _by_own_weight(own, layers)
     return _rule(pieces, layers, tolerances) or named or _mixture(pieces, layers, tolerances) or _shape(pieces, layers)
 
@@ -268,7 +269,8 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     weights = torch.linalg.solve(gram, local @ error) * ranks
     rest = float((error - weights @ local / ranks).norm()) / len(error) ** 0.5
     standard_errors = torch.linalg.inv(gram).diagonal().clamp(min=0.0).sqrt() * ranks * rest
-    off = (weights.abs() > (STANDARD_ERRORS * standard_errors).clamp(min=LEAST_SHARE)).nonzero().flatten().tolist()
+    least = torch.maximum(STANDARD_ERRORS * standard_errors, (CERTAIN * standard_errors).clamp(max=LEAST_SHARE))
+    off = (weights.abs() > least).nonzero().flatten().tolist()
     if not off:
         return None
     doubtful = weights.abs() > (BY_CHANCE * standard_errors).clamp(min=MUCH * float(weights.abs().max()))

@@ -211,6 +211,7 @@ class Evidence:
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
+    all_rows: bool = False  # a pass of the first rank takes every row of its data set, as its sampler says
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not

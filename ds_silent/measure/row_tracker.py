@@ -237,7 +237,8 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
     alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
-    return coverage, evidence_of(gathered, replace(of_rows, dealt=dealt.dealt, passes_alike=alike), context)
+    of_rows = replace(of_rows, dealt=dealt.dealt, all_rows=context.walk.deal.all_rows, passes_alike=alike)
+    return coverage, evidence_of(gathered, of_rows, context)
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:

@@ -199,6 +199,10 @@ class RunRecords:
         ]
         return [*unreadable, *torn, *newer, *versions]
 
+    def unread(self, name: str) -> int:
+        """Count the lines of a file that were skipped: torn, foreign, or of a newer version."""
+        return self.skipped[name] + sum(count for (file, _), count in self.newer.items() if file == name)
+
     @property
     def interrupted(self) -> bool:
         """Whether somebody has ended the training with Ctrl-C."""

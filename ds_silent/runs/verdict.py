@@ -138,6 +138,11 @@ def verdict_of(run: RunRecords) -> RunVerdict:
         sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
         # an interrupt is somebody's wish, and no fault
         return RunVerdict("warning" if not run.interrupted else "ok" if healthy else "unknown", sentence, checks)
+    if healthy and (count := run.unread("events.jsonl")):
+        sentence = (
+            f"{_unread(count, 'events.jsonl')}: a fault may be among them. Else {healthy[0].lower()}{healthy[1:]}"
+        )
+        return RunVerdict("warning", sentence, checks)
     if healthy:
         return RunVerdict("ok", healthy, checks)
     nothing = "Nothing has been measured yet."
@@ -184,9 +189,12 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     world, count = run.world_size, len(run.steps)
     who = f"All {world:,} ranks" if world > 2 else ("Both ranks" if world == 2 else "The ranks")
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
+    torn = run.unread("metrics.jsonl")
     missing = [check.name.lower() for check in checks if check.state == "not observed"]
     unlike = {rank for group in run.events.groups() if group.kind == "outlier-rank" for rank in group.ranks}
     said = f"{who} agreed at {steps}"
+    if torn:
+        said += f" that are known; {_unread(torn, 'metrics.jsonl')}"
     if unlike:
         said += f"; notes say that the data of {named(tuple(sorted(unlike)), world)} are of another kind"
     if not missing:
@@ -194,6 +202,10 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
     listed = missing if not more else missing[:3]
     return f"{said}; not checked: {', '.join(listed)}{more}."
+
+
+def _unread(count: int, name: str) -> str:
+    return f"{count:,} line{'s' * (count != 1)} of {name} cannot be read"
 
 
 # -- Which checks passed, failed or were not made, and why -------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A loop with accelerate, observed: the lines with ds_silent or observer in them are all there is to it.
 
-accelerate launch --num_processes 4 launch/examples/accelerate_loop.py
+accelerate launch --num_processes 4 launch/examples/accelerate_loop.py        # without GPUs add --cpu behind "launch"
 """
 
 from __future__ import annotations

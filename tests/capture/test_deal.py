@@ -113,6 +113,7 @@ def test_what_a_sampler_says_of_the_deal(make: Any, dealt: str, says: str) -> No
     assert (deal.dealt, says in deal.by) == (dealt, True), deal
     assert bool(deal.order) == (dealt != "unknown")
     assert (deal.word < 0) == (dealt == "own-shard")
+    assert deal.all_rows == deal.by.startswith("RandomSampler, which")
 
 
 @pytest.mark.parametrize("make", [shares, lambda rank: of_accelerate(seedable(), rank)])
@@ -275,6 +276,9 @@ def trained(directory: str, style: str, passes: int, advance: bool, coverage: bo
         data = Pairs(8 if rank == 0 else 40, seed=rank)
         again = (batch for _ in range(1000) for batch in DataLoader(data, batch_size=4, shuffle=True))
         loader: Any = islice(again, 40)  # as many steps on each rank
+    elif style == "all":
+        torch.manual_seed(rank)
+        loader = DataLoader(Pairs(96), batch_size=4, shuffle=True)
     else:
         one_else = style == "one other" and rank == ranks - 1
         sampler = DistributedSampler(data, shuffle=style != "in order", seed=7 if one_else else 0)
@@ -282,7 +286,7 @@ def trained(directory: str, style: str, passes: int, advance: bool, coverage: bo
     config = {"output_dir": directory, "tensorboard": False, "coverage": coverage}
     with ds_silent.observe(model, optimizer, config=config):
         for epoch in range(passes):
-            if advance and style != "own":
+            if advance and style not in ("own", "all"):
                 sampler.set_epoch(epoch)
             for batch in loader:
                 optimizer.zero_grad()
@@ -333,3 +337,14 @@ def test_each_rank_its_own_files_and_one_has_few(ranks: int, tmp_path: Path) -> 
     assert facts["data"]["dealt"] == "own-shard"
     found = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     assert [event for event in found if event["kind"] in ROW_KINDS] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_shuffles_all_rows(ranks: int, tmp_path: Path) -> None:
+    """Nobody has thought of a DistributedSampler: each rank's pass takes every row."""
+    run_distributed(trained, ranks, (str(tmp_path), "all", 2, True))
+    [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] in ROW_KINDS]
+    assert (event["kind"], event["severity"], event["ranks"]) == ("duplicate-data", "warning", list(range(ranks)))
+    assert event["step"] < 24  # in the first pass
+    assert f"an epoch takes each row {ranks} times" in event["message"]
+    assert event["remedy"].startswith("Give the DataLoader a DistributedSampler")

@@ -165,6 +165,14 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ds_config: Any, sentence: str
     assert sentence in line
 
 
+def test_a_file_with_the_block_alone(tmp_path: Path) -> None:
+    result = check(tmp_path, {"interval": 5})
+    assert (result.exit_code, "off" in result.stdout.splitlines()[0]) == (0, False)
+    assert "every 5 optimizer steps" in result.stdout
+    result = check(tmp_path, {"interval": 5, "directon": {}})
+    assert (result.exit_code, 'did you mean "direction"?' in result.stderr) == (2, True)
+
+
 def test_an_output_dir_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "afile").touch()
     for path in (tmp_path / "afile", tmp_path / "afile" / "runs" / "x"):

@@ -12,6 +12,7 @@ import pytest
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, duplicate_data
+from ds_silent.detectors.same_rows import SameRows
 from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
 from ds_silent.records import Event, StepRecord
 from tests.support.made_records import NOTHING, Run, ids, kinds, make
@@ -125,6 +126,15 @@ def test_one_pair_on_the_same_rows_and_its_end() -> None:
     assert [(e.ranks, e.severity) for e in events] == [((0, 3), "error"), ((0, 3), "info")]
     assert events[1].message.startswith("Ended")
     assert [event.phase for event in events] == ["started", "ended"]
+
+
+def test_a_state_that_kept_the_pairs_alone_is_read() -> None:
+    rows, evidence = SameRows(16.0), ids({(0, 3): 1}, rows=1)
+    rows.load_state_dict([[0, 3]])
+    assert [found.kind for found in rows.step(Run().record(), evidence)] == ["duplicate-data"]
+    again = SameRows(16.0)
+    again.load_state_dict(json.loads(json.dumps(rows.state_dict())))
+    assert again.state_dict() == rows.state_dict()
 
 
 def test_padding_of_the_last_batch_is_no_duplicate() -> None:

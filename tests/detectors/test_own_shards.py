@@ -230,9 +230,11 @@ def all_rows(ranks: int, rows: int, begins: int = 0) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (2, 4), (4, 1), (8, 1)])
 def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: int, interval: int) -> None:
-    run = Run(all_rows(ranks, 400), interval, told=False)
-    [note] = notes_of_overlap(run.go(200))
-    assert (note.severity, note.ranks, note.where) == ("info", tuple(range(ranks)), "loader")
+    for severity in ("warning", "info"):
+        deal = Deal(all_rows=severity == "warning")
+        run = Run(all_rows(ranks, 400), interval, told=False, deal=deal)
+        [note] = notes_of_overlap(run.go(200))
+        assert (note.severity, note.ranks, note.where) == (severity, tuple(range(ranks)), "loader")
     assert note.step <= 50  # the first pass
     state = json.loads(json.dumps([run.judge.state_dict(), run.tracker.state_dict(unsent=False)]))
     run.judge.load_state_dict(state[0])
@@ -264,3 +266,36 @@ def test_rows_of_ones_own_or_drawn_from_one_pool_are_no_overlap(ranks: int) -> N
         Run([dealt_anew(twice, rank, ranks) for rank in range(ranks)], told=False),
     ):
         assert notes_of_overlap(run.go(160)) == []
+
+
+def drawn(names: Rows, weights: Any, batch: int, seed: int) -> Iterator[Rows]:
+    """What a WeightedRandomSampler of each rank's own takes: rows with replacement, in batches of this size."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield generator.choice(names, batch, p=weights)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_that_are_drawn_with_replacement_are_shared_by_chance(batch: int, weighted: bool) -> None:
+    """Of 4 ranks and few rows, half of a batch is another rank's too every now and then: it is no fault."""
+    names = np.random.default_rng(96).integers(0, 2**62, 200)
+    weights = np.where(np.arange(200) < 20, 10.0 if weighted else 1.0, 1.0)
+    loaders = [drawn(names, weights / weights.sum(), batch, 50 + rank) for rank in range(4)]
+    assert notes_of_overlap(Run(loaders, told=False).go(3000)) == []
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_the_same_rows_are_told_among_rows_that_are_drawn_with_replacement(batch: int) -> None:
+    names = np.random.default_rng(96).integers(0, 2**62, 1000)
+    run = Run([drawn(names, None, batch, 50 + rank) for rank in range(4)], told=False)
+    assert notes_of_overlap(run.go(200)) == []
+    at: list[Rows] = [None]
+
+    def copied(rank: int, now: Rows, last: Rows) -> Rows:
+        at[0] = now if rank == 1 else at[0]
+        return at[0] if rank == 3 else now
+
+    found = notes_of_overlap(run.go(20, copied))
+    assert [(event.ranks, event.severity) for event in found] == [((1, 3), "error")]
+    assert found[0].step - 200 <= (1 if batch > 2 else 2)

@@ -11,7 +11,7 @@ import torch
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.duplicate_data import SampledRowsTest, chance_of_a_row
+from ds_silent.detectors.same_rows import SampledRowsTest, chance_of_a_row
 from ds_silent.exchange.row_ids import Sampling, pack_rows, sampling_of
 from ds_silent.maths.mixing import mix64
 from ds_silent.measure.evidence import Coverage, Evidence

@@ -258,7 +258,7 @@ HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions wi
     "nan-loss": (("ds_silent.detectors.broken", "non_finite"),),
     "zero-gradient": (("ds_silent.detectors.broken", "zero_gradient"),),
     "same-batch-pair": (
-        ("ds_silent.detectors.duplicate_data", "by_ids"),
+        ("ds_silent.detectors.same_rows", "by_ids"),
         ("ds_silent.detectors.duplicate_data", "by_gradients"),
     ),
     "learning-rate": (

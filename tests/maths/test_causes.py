@@ -105,7 +105,18 @@ def test_a_part_of_one_ranks_gradient_names_the_rank() -> None:
     cause = explained(LOCAL.mean(0) + 0.1 * normal(8, LAYERS, SMALL), error=-lost / RANKS)
     assert (cause.kind, cause.ranks) == ("partial", (2,))
     assert cause.weights == pytest.approx((1, 1, 0.5, 1), abs=0.05)
-    assert "of rank 2 is missing or counted twice" in told(cause)
+    assert "of rank 2 is missing or counted more than once" in told(cause)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.01])
+def test_one_parameter_of_one_ranks_gradient_names_the_rank(share: float) -> None:
+    """Of the rank's squared norm it has a small share: of its layer's sketches no weight explains it."""
+    part = share * WHOLE + (share * (1.0 - share)) ** 0.5 * normal(7, RANKS, LARGE) * WHOLE.norm() / RANKS / 64.0
+    layer = LOCAL.mean(0) + 0.02 * normal(8, LAYERS, SMALL)
+    cause = explained(layer, error=2.0 * part[2] / RANKS)  # it counts three times
+    assert (cause.kind, cause.ranks) == ("partial", (2,))
+    assert "of rank 2 is missing or counted more than once" in told(cause)
+    assert explained(layer, error=2.0 * part.mean(0)).ranks == ()
 
 
 def test_parts_of_all_ranks_gradients_blame_nobody_and_noise_is_no_part() -> None:

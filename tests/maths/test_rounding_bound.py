@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_silent.maths.causes import Pieces, explain
+from ds_silent.maths.causes import Cause, Pieces, explain
 from ds_silent.maths.rounding_bound import (
     UNIT_ROUNDOFF,
     Arithmetic,
@@ -209,7 +209,7 @@ def test_every_rule_is_told_from_the_others() -> None:
     assert explain(pieces(local, cases["unreduced"]), tolerances).ranks == (3,)
     share = float((local[:, 2].mean(0) * (1 - half)).square().sum() / local.mean(0).square().sum())
     assert explain(pieces(local, cases["partly-zeroed"]), tolerances).factor == pytest.approx(share)
-    assert explain(pieces(local, cases["noise"]), tolerances, leftover=True).kind == "leftover"
+    assert explain(pieces(local, cases["noise"]), tolerances, leftover=(1,)) == Cause("leftover", (2,), ranks=(1,))
 
 
 def test_nobody_is_named_where_ranks_cannot_be_told_apart() -> None:

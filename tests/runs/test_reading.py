@@ -227,6 +227,31 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     assert (verdict.severity, verdict.sentence[: len(said)]) == ("ok", said)
 
 
+@pytest.mark.parametrize(
+    ("name", "severity", "said"),
+    [
+        (
+            "events.jsonl",
+            "warning",
+            "1 line of events.jsonl cannot be read: a fault may be among them. Else all 4 ranks",
+        ),
+        (
+            "metrics.jsonl",
+            "ok",
+            "agreed at all 19 measured steps that are known; 1 line of metrics.jsonl cannot be read",
+        ),
+    ],
+)
+def test_the_healthy_verdict_says_what_cannot_be_read(name: str, severity: str, said: str, tmp_path: Path) -> None:
+    notes = tuple(event(step, severity="info", ranks=(3,), message="A note.") for step in (1, 2))
+    file = write(tmp_path, events=notes) / name
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join([lines[0], lines[1][5:], *lines[2:]]), encoding="utf-8")
+    verdict = verdict_of(read_run(tmp_path))
+    assert verdict.severity == severity
+    assert said in verdict.sentence
+
+
 def test_the_healthy_verdict_says_what_was_not_checked_and_why(tmp_path: Path) -> None:
     write(tmp_path)
     facts = {"version": 1, "training": {"ZeRO stage": 3}, "block": {"coverage": False, "preflight": False}}

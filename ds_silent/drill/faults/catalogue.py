@@ -286,6 +286,8 @@ _REDUCTION = (
     _aggregated("gradients-not-cleared", aggregate.gradients_not_cleared,
           "zero_grad does nothing: the gradients of the step before are in the sum", stages=(0,),
           says=("not cleared",)),
+    _aggregated("gradients-not-cleared-one-rank", one(aggregate.gradients_not_cleared),
+          "the same on one rank", who="the rank", stages=(0,), says=("not cleared",)),
     _aggregated("partition-not-cleared", aggregate.partition_not_cleared,
           "the aggregate of the step before stays in the partition and is added", stages=(1, 2), says=("not cleared",),
           not_applicable=dict.fromkeys(("ddp", "megatron-0"), "every rank has the whole gradient, none a part of it")),

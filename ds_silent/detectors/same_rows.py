@@ -1,0 +1,264 @@
+"""Ranks that hold the same rows, by the rows' ids.
+
+**Where all rows are known** (:class:`SameRows`) the same batch is a fact; of a part of a batch see there.
+
+**Where only a sample of the rows is known** (:mod:`ds_silent.exchange.row_ids`), a false-alarm rate does apply. Of a
+rank's few sampled rows at one step, one that another rank has too may be chance; the same pair again and again is none.
+Null hypothesis, for a pair of ranks: a row that one of them holds is among the other's with probability at most p, one
+by one. Shards share no row, but for the at most one per rank that fills an epoch up; ranks that draw independently of
+each other, from n rows b each, have p = b / n. An epoch is at least a step long, so p <= 1 / N; where it is known to be
+shorter, p = b / n. The alternative: they share half of their rows, or all. Each row that both hold is evidence of log(1
+/ 2p), each that only one holds of -log 2: the expectation of the ratio is at most 1. Evidence adds up over the steps
+and never falls below 0 (a pair that has shared nothing for ``FORGET`` steps begins anew), and a pair is named at
+log(mean steps between false alarms) + log(N (N - 1) / 2), for all pairs are looked at.
+
+Health, then: the rows that fill an epoch up are at most one per rank and epoch: one of the 4 that it takes, at 1,024 to
+65,536 ranks and the default rate. The power: a pair with the same rows has sent Binomial(s b, r) of them, at a rate r,
+after s steps of b rows, and is named when these are K = ceil(threshold / log(1 / 2p)):
+
+    P(named within s steps) = P(Binomial(s b, r) >= K)
+
+16,384 ranks of 8 rows send one row in 16: K = 4 and 8 steps in the mean, 96 % within 16 steps and 99.9 % within 28.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from ds_silent.detectors.duplicate_data import Pair, shared_findings
+from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.order import TOLERATED_BY_CONTENT
+from ds_silent.detectors.sequential import Array
+from ds_silent.measure.evidence import Evidence
+from ds_silent.records import Event, Severity, StepRecord
+
+FEW, SEVERAL = 4, 4  # batches, and rows; see SameRows
+OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
+FORGET = 32  # measured steps without a shared row, after which a pair begins anew
+
+
+class SameRows(Detector):
+    """Compare the rows of the ranks, where all of them are known.
+
+    A pair is named at once if it shares all rows, four or more. Rows that are drawn independently, as with replacement,
+    are shared by chance: of b rows s with probability at most C(b, s) p^s, where p = b / n for data of n rows, n being
+    at least the number of different rows that a rank has had, or the share that all pairs have shared so far. The logs
+    of these add up while a pair shares half of its rows at one measured step after another; it is named at log(mean
+    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and all of two
+    or three rows, or half of them twice in a row, are enough.
+    """
+
+    key = "pairs_before"
+
+    def __init__(self, log_threshold: float) -> None:
+        self._threshold = log_threshold
+        self._pairs: dict[Pair, float] = {}  # that shared half at the measured step before, and their evidence
+        self._shared = self._looked = 0.0  # rows of pairs that were not named: shared, and all
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        if evidence.rows_sampled < 1.0:  # see ``SampledRowsTest``
+            return []
+        rows, counts, ranks = evidence.rows_per_rank, evidence.duplicates or {}, record.world_size
+        limit = self._threshold + math.log(max(1.0, ranks * (ranks - 1) / 2))
+        different, sure = _different_rows(evidence), set()
+        usual, pairs = self._shared / max(1.0, self._looked), dict[Pair, float]()
+        for pair in shared_pairs(evidence):
+            assert rows is not None
+            (smaller, larger), shared = sorted(rows[rank] for rank in pair), counts[pair]
+            chance = max(larger / max(1.0, different), usual)
+            ways = math.lgamma(smaller + 1) - math.lgamma(shared + 1) - math.lgamma(smaller - shared + 1)
+            gain = max(0.0, -shared * math.log(min(chance, 1.0)) - ways)
+            pairs[pair] = min(limit, self._pairs.get(pair, 0.0) + gain)
+            everything = shared == smaller
+            early = different <= FEW * larger and (pair in self._pairs or (everything and shared > 1))
+            if early or pairs[pair] >= limit - 1e-9 or (everything and shared >= SEVERAL):
+                sure.add(pair)
+        if rows is not None:
+            self._shared += sum(count for pair, count in counts.items() if pair not in sure)
+            self._looked += sum(rows) / ranks * (ranks * (ranks - 1) / 2 - len(sure))
+        self._pairs = pairs
+        return by_ids(record, evidence, sure)
+
+    def state_dict(self) -> dict[str, Any]:
+        pairs = [[i, j, evidence] for (i, j), evidence in sorted(self._pairs.items())]
+        return {"pairs": pairs, "shared": self._shared, "looked": self._looked}
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(state, list):  # of a version that kept the pairs alone
+            state = {"pairs": [[*pair, 0.0] for pair in state], "shared": 0.0, "looked": 0.0}
+        self._pairs = {(int(i), int(j)): float(evidence) for i, j, evidence in state["pairs"]}
+        self._shared, self._looked = float(state["shared"]), float(state["looked"])
+
+
+def _different_rows(evidence: Evidence) -> float:
+    """Return how many rows the data have, or at least have; 0 where nobody knows."""
+    if evidence.coverage is not None:
+        return float(evidence.coverage.rows)
+    return max(evidence.passes.distinct, default=0.0) if evidence.passes is not None else 0.0
+
+
+class OverlapTest(Detector):
+    """Tell of ranks that read the same data, each in an order of its own, where nobody knows how long a pass is.
+
+    A note; a warning where a sampler says that each pass of a rank takes all rows, as without a DistributedSampler.
+    No two ranks need share a row at one step. Rows that come again in the first pass come from another rank then, and
+    seldom from their own. Rows dealt anew at random, drawn with replacement, or held several times by the data come
+    again on their own rank as often as on each other one.
+    """
+
+    key = "overlap"
+    stored = ("before", "own", "others", "over")
+
+    def __init__(self) -> None:
+        self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
+        self._over = False
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes, passes, share = (), evidence.passes, record.coverage.repeated
+        if self._over or passes is None or share is None or evidence.coverage is not None or evidence.dealt == "random":
+            return []
+        again, others = share * sum(passes.taken), len(passes.taken) - 1
+        new, self._before = again - self._before, again
+        own = new * (passes.again or 0.0)
+        self._own, self._others = self._own + own, self._others + new - own
+        if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
+            self._over = True  # a pass has ended, or more is known
+        elif (
+            self._others >= OVERLAP * others
+            and share >= TOLERATED_BY_CONTENT
+            and self._own <= self._others / others / SELDOM
+        ):
+            self._over, ranks = True, tuple(range(record.world_size))
+            message = (
+                f"Ranks read the same data: {share:.0%} of the rows so far had been taken before, {self._others:.0f} "
+                f"by another rank and {self._own:.0f} by the same."
+            )
+            remedy = (
+                "Do nothing if each rank is meant to read all data in an order of its own. Else give each rank files "
+                "or rows of its own (files[rank::world_size], split_dataset_by_node)."
+            )
+            severity: Severity = "info"
+            if evidence.all_rows:
+                severity = "warning"
+                message += (
+                    " The loader shuffles all rows on each rank, without a DistributedSampler: an epoch takes each "
+                    f"row {len(ranks)} times."
+                )
+                remedy = (
+                    "Give the DataLoader a DistributedSampler, and call its set_epoch(epoch) before each epoch. Do "
+                    "nothing if each rank is meant to read all data in an order of its own."
+                )
+            self.notes = (
+                Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy),
+            )
+        return []
+
+
+class SampledRowsTest(Detector):
+    """Follow the pairs that have shared a row lately."""
+
+    key = "sampled_rows"
+    stored = ("ranks", "steps", "pairs", "evidence", "counts", "since")
+
+    def __init__(self, log_threshold: float):
+        self._threshold = log_threshold
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        self._ranks, self._steps = ranks, 0  # measured steps
+        self._pairs = np.empty(0, np.int64)  # sorted: first rank * N + second
+        self._evidence: Array = np.empty(0)
+        self._counts = np.empty((0, 3), np.int64)  # shared rows, rows of the smaller one; when the last was shared
+        self._since: dict[int, int] = {}  # of the pairs that are named
+
+    def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        """Return the findings of one step; without ids, or where all rows are known, nothing changes."""
+        if extras.rows_sampled >= 1.0 or extras.duplicates is None or extras.rows_per_rank is None:
+            return []
+        ranks, rows = record.world_size, np.array(extras.rows_per_rank)
+        if ranks != self._ranks:
+            self._start(ranks)
+        found = np.array([a * ranks + b for a, b in extras.duplicates], dtype=np.int64)
+        shared = np.array(list(extras.duplicates.values()), dtype=np.int64)
+        pairs = np.union1d(self._pairs, found)
+        evidence, counts = np.zeros(len(pairs)), np.zeros((len(pairs), 3), np.int64)
+        old, new = np.searchsorted(pairs, self._pairs), np.searchsorted(pairs, found)
+        evidence[old], counts[old] = self._evidence, self._counts
+        now = np.zeros(len(pairs), np.int64)
+        now[new] = shared
+        smaller = np.minimum(rows[pairs // ranks], rows[pairs % ranks])
+        limit = self._threshold + math.log(ranks * (ranks - 1) / 2)
+        chance = chance_of_a_row(extras, ranks)
+        evidence += now * math.log(1.0 / (2.0 * chance)) - np.maximum(smaller - now, 0) * math.log(2.0)
+        counts[:, :2] += np.stack([now, smaller], 1)
+        self._steps += 1
+        counts[now > 0, 2] = self._steps
+        kept = (evidence > 0.0) & (self._steps - counts[:, 2] <= FORGET)
+        self._pairs, self._counts = pairs[kept], counts[kept]
+        self._evidence = np.minimum(evidence[kept], limit)
+        named = self._pairs[self._evidence >= limit - 1e-9]  # the cap itself is an alarm
+        standing = set(self._pairs[self._evidence >= limit / 2].tolist())
+        since = {code: step for code, step in self._since.items() if code in standing}
+        self._since = since | {code: since.get(code, record.step) for code in named.tolist()}
+        return self._findings(record, extras)
+
+    def _findings(self, record: StepRecord, extras: Evidence) -> list[Finding]:
+        if not self._since:
+            return []
+        codes = np.array(sorted(self._since), np.int64)
+        counts = self._counts[np.searchsorted(self._pairs, codes)]
+        pairs = list(zip((codes // self._ranks).tolist(), (codes % self._ranks).tolist(), strict=True))
+        told = {
+            pair: (shared / max(1, smaller), shared)
+            for pair, (shared, smaller, _) in zip(pairs, counts.tolist(), strict=True)
+        }
+        one_in = round(1.0 / extras.rows_sampled)
+
+        def said(inside: list[Pair]) -> tuple[float, str]:
+            share, rows = max(told[pair] for pair in inside)
+            text = (
+                f"about {share:.0%} of the rows of a rank are the same rows ({rows} shared rows were seen, of a sample "
+                f"of one row in {one_in})"
+            )
+            return share, text
+
+        return shared_findings(record, pairs, said)
+
+
+def chance_of_a_row(extras: Evidence, ranks: int) -> float:
+    """p: that a row of one rank is another's too in health, at most; see the module docstring."""
+    chance = 1.0 / ranks
+    if extras.coverage is not None and extras.rows_per_rank:
+        batch = sum(extras.rows_per_rank) / extras.rows_sampled / ranks
+        chance = max(chance, batch / extras.coverage.rows)
+    return min(chance, 0.25)
+
+
+def shared_pairs(extras: Evidence) -> set[Pair]:
+    """Return the pairs whose shared rows are at least half of the smaller batch, from ids.
+
+    A sampler that pads the epoch's last batch repeats at most one row per rank.
+    """
+    if not extras.duplicates or extras.rows_per_rank is None:
+        return set()
+    rows = extras.rows_per_rank
+    return {
+        pair for pair, shared in extras.duplicates.items() if shared > 0 and 2 * shared >= min(rows[r] for r in pair)
+    }
+
+
+def by_ids(record: StepRecord, extras: Evidence, pairs: Collection[Pair]) -> list[Finding]:
+    """Tell of ``pairs`` of ranks with the same rows."""
+    counts = extras.duplicates or {}
+
+    def said(inside: list[Pair]) -> tuple[float, str]:
+        shared = max(counts[pair] for pair in inside)
+        smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
+        text = f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
+        return shared / smallest, text
+
+    return shared_findings(record, pairs, said)
