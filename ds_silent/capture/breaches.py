@@ -137,13 +137,12 @@ def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_siz
         for told in json.loads(text):
             breach = Breach(**told | {"effects": tuple(told["effects"])})
             found.setdefault(breach.key, (breach, set()))[1].update(part)
-    return tuple(
-        _one(breach, () if len(ranks) == world_size else tuple(sorted(ranks)), world_size)
-        for breach, ranks in found.values()
-    )
+    return tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in found.values())
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
-    """Add the ranks that found it; none where all have."""
-    message = f"On {named(ranks, world_size)}: {breach.message}" if ranks else breach.message
-    return Unlike(**vars(breach) | {"key": KEY + breach.key, "message": message}, ranks=ranks)
+    """Add the ranks that found it. More than half of all are not blamed: the others' part may not show it."""
+    everybody = len(ranks) in (0, world_size)
+    message = breach.message if everybody else f"On {named(ranks, world_size)}: {breach.message}"
+    blamed = ranks if 2 * len(ranks) <= world_size else ()
+    return Unlike(**vars(breach) | {"key": KEY + breach.key, "message": message}, ranks=blamed)
