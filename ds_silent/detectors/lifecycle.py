@@ -102,8 +102,9 @@ class OpenFault:
 
     @property
     def brings_about(self) -> set[str]:
-        """Kinds, places, and how keys begin, of what follows from it."""
-        return {*_EFFECTS.get(self.kind, ()), *self.effects}
+        """Kinds, places, and how keys begin, of what follows from it, also by way of the weights that it parts."""
+        effects = {*_EFFECTS.get(self.kind, ()), *self.effects}
+        return effects | {"outlier-rank"} if "replica-drift" in effects else effects
 
     @classmethod
     def of(cls, finding: Finding, step: int, cause: str | None = None) -> OpenFault:

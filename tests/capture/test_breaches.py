@@ -87,7 +87,7 @@ def several(framework: Any) -> list[Rule]:
     return [
         FromTo(framework, "all", everybody, 3, STEPS),
         FromTo(framework, "one", (1,), 4, 6),
-        FromTo(framework, "most", (0, 2), 5, STEPS),  # more than half: the other's part need not show it
+        FromTo(framework, "most", (0, 2), 5, 7),  # more than half: the other's part need not show it
         FromTo(framework, "last", everybody, STEPS, STEPS),
         Breaks(),
     ]
@@ -100,6 +100,7 @@ def test_breaches_become_events_with_their_ranks_and_their_end(tmp_path: Path) -
         (4, "started", [1], "On rank 1: one is “wrong”. xxx"),
         (5, "started", [], "On ranks 0 and 2: most is “wro"),
         (7, "ended", [1], "Ended: update-mismatch, from s"),
+        (8, "ended", [], "Ended: update-mismatch, from s"),
         (9, "started", [], "last is “wrong”. xxxxxxxxxxxxx"),
     ]
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "observer-off"]

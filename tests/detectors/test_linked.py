@@ -169,6 +169,19 @@ def test_a_gradient_that_nobody_clears_is_one_fault_however_its_sum_looks_later(
         assert [event.severity for event in again.update(4, [*unheld, other])][:1] == ["error"]
 
 
+def test_an_outlier_by_way_of_the_replica_that_it_parts_follows_from_it() -> None:
+    """A rank clips by a norm of its own, its replica drifts, and some day its gradient is another one."""
+    clipped = replace(finding("aggregation-error", (2,), "applied gradient", 1), effects=("replica-drift",))
+    drift = replace(DRIFT, ranks=(2,), since=2)
+    episodes = Episodes()
+    episodes.update(1, [clipped])
+    episodes.update(2, [clipped, drift])
+    [late] = episodes.update(75, [clipped, drift, finding("outlier-rank", (2,), "gradient norm", 72)])
+    assert (late.severity, late.follows) == ("info", "aggregation-error (applied gradient)")
+    other, *_ = episodes.update(76, [clipped, drift, finding("outlier-rank", (1,), "gradient norm", 72)])
+    assert other.severity == "error"
+
+
 def test_a_drift_that_began_before_is_not_its_effect() -> None:
     events = Episodes().update(5, [skipped(4), replace(DRIFT, since=3)])
     assert [e.severity for e in events] == ["error", "error"]
