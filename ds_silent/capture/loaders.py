@@ -55,7 +55,7 @@ class Deal:
     by_torch: bool = False  # and the sampler is torch's own, of which that is sure
     alike: int = 1  # passes in a row that this one sampler has dealt in one order, this one among them
     by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
-    all_rows: bool = False  # a pass of this rank takes every row of its data set once: nothing is left to other ranks
+    pass_rows: int | None = None  # of this rank's data set, of which each pass takes every row: none is left to others
 
     @property
     def word(self) -> float:
@@ -276,8 +276,9 @@ def deal_of(source: Any, ranks: int) -> Deal:
     try:
         samplers = samplers_in(source)
         found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
-        plain = any(type(one) is RandomSampler and not one.replacement for one in samplers)
-        return next(found, replace(_as_it_likes(_called(samplers)), all_rows=plain))
+        plain = (one for one in samplers if type(one) is RandomSampler and not one.replacement)
+        rows = next((length_of(one.data_source) for one in plain), None)
+        return next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows))
     except Exception:  # somebody else's property
         return Deal(by=f"{type(source).__name__}, which cannot be read")
 

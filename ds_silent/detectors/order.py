@@ -54,6 +54,7 @@ _COPIES = (
 PASSES_ALIKE = 3  # of one sampler with one epoch: the first may have been a trial, and a second its resume
 ROUNDS, ONCE = 4.0, 1.5  # rows of a rank by its different rows: it goes round, it does not; the estimate is off by 1/8
 _MEMORY = 64  # measured steps
+_BY_CHANCE = 5.0  # standard errors
 _ROOM = 1.5  # the number of different rows is an estimate
 _ROUNDING = 1e-9  # of a score at the cap of a single rate, which is an alarm
 
@@ -176,6 +177,8 @@ class OrderTest(Detector):
         self._last: Coverage | None = None
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
+        self._lately: Array = np.zeros(2)  # those, and all that came again: of all epochs, the older the less
+        self._copies = False
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -194,6 +197,7 @@ class OrderTest(Detector):
         if consumed > 0:
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
+            self._copies = self._come_as_copies(now, repeated, extras)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if now.anew is not None:  # all rows of this pass may come again
                 if last is None or last.anew is None:
@@ -204,6 +208,20 @@ class OrderTest(Detector):
                 self._weigh(record.step, consumed, max(0.0, certain))
             self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
+
+    def _come_as_copies(self, now: Coverage, repeated: float, extras: Evidence) -> bool:
+        """Tell whether rows that come again are those that the data hold several times.
+
+        Known by their content they may be, where all samplers deal each row once. One of N ranks then has had a row as
+        often as any other; a loop that takes a batch twice takes it on the rank that had it.
+        """
+        share, ranks = (None, 0) if extras.passes is None else (extras.passes.again, len(extras.passes.taken))
+        if share is not None:
+            self._lately = self._lately * (1.0 - 1.0 / _MEMORY) + repeated * np.array([share, 1.0])
+        if now.told or not now.once or ranks < 2:
+            return False
+        own, every = self._lately
+        return bool(own <= every / ranks + _BY_CHANCE * math.sqrt(every / ranks))
 
     @property
     def _tolerated(self) -> float:
@@ -240,11 +258,18 @@ class OrderTest(Detector):
                 "Give every rank's sampler the same seed and call set_epoch with the same epoch everywhere; rank-"
                 "dependent seeds belong to dropout and augmentation, not to the order of the data."
             )
-            if not now.told:
+            severity: Severity = "error" if now.told else "warning"
+            if self._copies:
+                severity = "info"
+                message += (
+                    " Rows are known by their content here, and all ranks' samplers deal one order of all rows: so the "
+                    "data hold these rows several times."
+                )
+                remedy = "Do nothing if that is meant. Else look for copies in the data set."
+            elif not now.told:
                 message += " Rows are known by their content here: those that the data hold several times count too."
                 remedy = f"{_COPIES} Else: {remedy[0].lower()}{remedy[1:]}"
             key: EventKind = "data-order-mismatch"
-            severity: Severity = "error" if now.told else "warning"
             score, since = self._score, self._mismatch_since
             found = Finding(key, key, severity, ranks, "sampler", score, self._threshold, message, remedy, since)
             findings.append(found.by_chance())
@@ -256,7 +281,8 @@ class OrderTest(Detector):
             )
             remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
             key, most = "low-coverage", 1.0 - self._tolerated
-            findings.append(Finding(key, key, "warning", ranks, "epoch", seen, most, message, remedy, since))
+            grave: Severity = "info" if self._copies else "warning"
+            findings.append(Finding(key, key, grave, ranks, "epoch", seen, most, message, remedy, since))
         return findings
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,6 +292,7 @@ class OrderTest(Detector):
             "mismatch_since": self._mismatch_since,
             "low": self._low,
             "own": self._own,
+            "lately": listed(self._lately),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -274,6 +301,7 @@ class OrderTest(Detector):
         self._last = None if state["last"] is None else Coverage(**state["last"])
         self._mismatch_since = state["mismatch_since"]
         self._own = float(state["own"])
+        self._lately = unlisted(state.get("lately", [0.0, 0.0]))
         self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 

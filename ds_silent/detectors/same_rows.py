@@ -36,8 +36,10 @@ from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Severity, StepRecord
 
-FEW, SEVERAL = 4, 4  # batches, and rows; see SameRows
+FEW, SEVERAL = 4, 4  # batches, and rows, see SameRows
+RECURRING = 0.25  # share of a rank's rows that it has had before, from which rows are a few contents that recur
 OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
+SAME_DATA = 0.7  # of the repeats that ranks with the same data have; the rows seen first are some 64
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 
 
@@ -48,15 +50,16 @@ class SameRows(Detector):
     are shared by chance: of b rows s with probability at most C(b, s) p^s, where p = b / n for data of n rows, n being
     at least the number of different rows that a rank has had, or the share that all pairs have shared so far. The logs
     of these add up while a pair shares half of its rows at one measured step after another; it is named at log(mean
-    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and all of two
-    or three rows, or half of them twice in a row, are enough.
+    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and ``SEVERAL``
+    rows at steps in a row are enough, or twice as many where batches are shared in part. Where a few contents recur, as
+    in a truth table, rows say nothing, and only gradients tell.
     """
 
     key = "pairs_before"
 
     def __init__(self, log_threshold: float) -> None:
         self._threshold = log_threshold
-        self._pairs: dict[Pair, float] = {}  # that shared half at the measured step before, and their evidence
+        self._pairs: dict[Pair, tuple[float, int]] = {}  # that shared half at the step before: evidence, rows in a row
         self._shared = self._looked = 0.0  # rows of pairs that were not named: shared, and all
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -64,18 +67,25 @@ class SameRows(Detector):
             return []
         rows, counts, ranks = evidence.rows_per_rank, evidence.duplicates or {}, record.world_size
         limit = self._threshold + math.log(max(1.0, ranks * (ranks - 1) / 2))
-        different, sure = _different_rows(evidence), set()
-        usual, pairs = self._shared / max(1.0, self._looked), dict[Pair, float]()
+        (different, taken), sure = _different_rows(evidence), set()
+        usual, pairs = self._shared / max(1.0, self._looked), dict[Pair, tuple[float, int]]()
         for pair in shared_pairs(evidence):
             assert rows is not None
             (smaller, larger), shared = sorted(rows[rank] for rank in pair), counts[pair]
             chance = max(larger / max(1.0, different), usual)
             ways = math.lgamma(smaller + 1) - math.lgamma(shared + 1) - math.lgamma(smaller - shared + 1)
             gain = max(0.0, -shared * math.log(min(chance, 1.0)) - ways)
-            pairs[pair] = min(limit, self._pairs.get(pair, 0.0) + gain)
+            weight, in_row = self._pairs.get(pair, (0.0, 0))
+            pairs[pair] = weight, in_row = min(limit, weight + gain), in_row + shared
             everything = shared == smaller
-            early = different <= FEW * larger and (pair in self._pairs or (everything and shared > 1))
-            if early or pairs[pair] >= limit - 1e-9 or (everything and shared >= SEVERAL):
+            early = taken <= FEW * larger and different >= (1.0 - RECURRING) * taken
+            if evidence.passes is None:
+                at_once = in_row > shared or (everything and shared > 1)
+            elif early:
+                at_once = in_row >= (SEVERAL if everything else 2 * SEVERAL)
+            else:
+                at_once = everything and shared >= SEVERAL and chance <= RECURRING
+            if at_once or weight >= limit - 1e-9:
                 sure.add(pair)
         if rows is not None:
             self._shared += sum(count for pair, count in counts.items() if pair not in sure)
@@ -84,30 +94,33 @@ class SameRows(Detector):
         return by_ids(record, evidence, sure)
 
     def state_dict(self) -> dict[str, Any]:
-        pairs = [[i, j, evidence] for (i, j), evidence in sorted(self._pairs.items())]
+        pairs = [[*pair, *shared] for pair, shared in sorted(self._pairs.items())]
         return {"pairs": pairs, "shared": self._shared, "looked": self._looked}
 
     def load_state_dict(self, state: Any) -> None:
         if isinstance(state, list):  # of a version that kept the pairs alone
-            state = {"pairs": [[*pair, 0.0] for pair in state], "shared": 0.0, "looked": 0.0}
-        self._pairs = {(int(i), int(j)): float(evidence) for i, j, evidence in state["pairs"]}
+            state = {"pairs": [[*pair, 0.0, 1] for pair in state], "shared": 0.0, "looked": 0.0}
+        self._pairs = {(int(i), int(j)): (float(weight), int(rows)) for i, j, weight, rows in state["pairs"]}
         self._shared, self._looked = float(state["shared"]), float(state["looked"])
 
 
-def _different_rows(evidence: Evidence) -> float:
-    """Return how many rows the data have, or at least have; 0 where nobody knows."""
-    if evidence.coverage is not None:
-        return float(evidence.coverage.rows)
-    return max(evidence.passes.distinct, default=0.0) if evidence.passes is not None else 0.0
+def _different_rows(evidence: Evidence) -> tuple[float, int]:
+    """Return how many rows the data have, or at least have, and how many a rank has taken; 0 where nobody knows."""
+    passes = evidence.passes
+    taken = 0 if passes is None else max(passes.taken, default=0)
+    different = 0.0 if passes is None else max(passes.distinct, default=0.0)
+    if evidence.coverage is not None and evidence.coverage.told:  # else several may have the same content
+        different = max(different, float(evidence.coverage.rows))
+    return different, taken
 
 
 class OverlapTest(Detector):
     """Tell of ranks that read the same data, each in an order of its own, where nobody knows how long a pass is.
 
-    A note; a warning where a sampler says that each pass of a rank takes all rows, as without a DistributedSampler.
-    No two ranks need share a row at one step. Rows that come again in the first pass come from another rank then, and
-    seldom from their own. Rows dealt anew at random, drawn with replacement, or held several times by the data come
-    again on their own rank as often as on each other one.
+    A note; a warning where each rank's pass takes all rows, as without a DistributedSampler: its sampler says so of one
+    rank, and the rows come again as they do then. No two ranks need share a row at one step. Rows that come again in
+    the first pass come from another rank then, and seldom from their own. Rows dealt anew at random, drawn with
+    replacement, or held several times by the data come again on their own rank as often as on each other one.
     """
 
     key = "overlap"
@@ -142,7 +155,7 @@ class OverlapTest(Detector):
                 "or rows of its own (files[rank::world_size], split_dataset_by_node)."
             )
             severity: Severity = "info"
-            if evidence.all_rows:
+            if again > SAME_DATA * _repeats_of_all(evidence.pass_rows, passes.taken):
                 severity = "warning"
                 message += (
                     " The loader shuffles all rows on each rank, without a DistributedSampler: an epoch takes each "
@@ -156,6 +169,14 @@ class OverlapTest(Detector):
                 Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy),
             )
         return []
+
+
+def _repeats_of_all(rows: int | None, taken: Sequence[int]) -> float:
+    """Return how many rows come again where each rank takes so many of the same ``rows``, in an order of its own."""
+    if not rows:
+        return math.inf
+    shares = [min(1.0, count / rows) for count in taken]
+    return sum(shares) * rows - rows * (1.0 - math.prod(1.0 - share for share in shares))
 
 
 class SampledRowsTest(Detector):

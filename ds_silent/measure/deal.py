@@ -46,13 +46,19 @@ class DealFollower:
         self.declared: DataDealt | None = None  # as the user states it, which stands
         self._word = 0.0  # of all samplers; ``_since``: rows taken when it came
         self._since = 0
+        self._one_order = False  # all ranks' samplers deal shares of it
         self.rows = RowOwners()  # which rank took which row
 
     def step(self, words: Tensor, deal: Deal, samples: int, step_rows: int, rows_in_epoch: int | None) -> DataDealt:
         """Take in a step: (N,) hash from each rank, this rank's deal, the rows taken so far with this step's."""
+        self._one_order = len(words) > 1 and bool((words == words[0]).all()) and float(words[0]) != 0.0
         said = self._by_samplers(words, deal, samples, step_rows, rows_in_epoch)
         self.newest = self.declared or (said if len(words) < 2 else self._by_rows(said, deal))
         return self.newest
+
+    def deals_each_once(self, rows: int, samples: int) -> bool:
+        """Tell whether the samplers of all ranks have dealt one order of all rows for the newest ``rows`` of them."""
+        return self._one_order and samples - self._since >= rows
 
     def _by_rows(self, said: DataDealt, deal: Deal) -> DataDealt:
         rows = self.rows

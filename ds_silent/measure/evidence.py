@@ -149,6 +149,7 @@ class Coverage:
     told: bool = True  # by ids; else rows are known by their content, and those that the data hold twice are one
     sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
     anew: Severity | None = None  # a resumed run has begun the epoch again from its first rows; how grave that is
+    once: bool = False  # all ranks' samplers have dealt one order of all rows since the epoch began: each comes once
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class Evidence:
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
-    all_rows: bool = False  # a pass of the first rank takes every row of its data set, as its sampler says
+    pass_rows: int | None = None  # of the first rank's data set, of which each of its passes takes every row
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not

@@ -236,8 +236,11 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
+    if (epoch := of_rows.coverage) is not None:
+        once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), context.samples)
+        of_rows = replace(of_rows, coverage=replace(epoch, once=once))
     alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
-    of_rows = replace(of_rows, dealt=dealt.dealt, all_rows=context.walk.deal.all_rows, passes_alike=alike)
+    of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=context.walk.deal.pass_rows, passes_alike=alike)
     return coverage, evidence_of(gathered, of_rows, context)
 
 

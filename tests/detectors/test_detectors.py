@@ -110,6 +110,37 @@ def test_parameters_that_come_and_go_from_the_first_steps_on_are_a_mixture_of_ex
     assert run.steps(7, ON_RANK_2) + run.steps(1, other) + run.steps(20, ON_RANK_2) == []
 
 
+def without_loss(run: Run, *ranks: int) -> StepRecord:
+    """A margin that all rows of a batch keep: loss and gradient are exactly zero."""
+    record = run.record()
+    losses, norms = list(record.loss.per_rank or ()), list(record.grad_norm.per_rank or ())
+    for rank in ranks:
+        losses[rank] = norms[rank] = 0.0
+    return replace(
+        record,
+        loss=replace(record.loss, per_rank=tuple(losses)),
+        grad_norm=replace(record.grad_norm, per_rank=tuple(norms)),
+    )
+
+
+def test_a_loss_of_zero_now_and_then_has_no_gradient_and_is_no_fault() -> None:
+    run, judge = Run(), Judge(DetectorsConfig())
+    for step in range(60):
+        ranks = [rank for rank in range(4) if run.random.random() < step / 60] if step % 2 else [0, 1, 2, 3]
+        found = judge.step(without_loss(run, *ranks), NOTHING)
+        assert [event for event in found if event.kind == "zero-gradient"] == []
+
+
+def test_a_loss_that_is_zero_on_one_rank_for_good_is_told() -> None:
+    run, judge = Run(), Judge(DetectorsConfig())
+    steps = [judge.step(without_loss(run, 2), NOTHING) for _ in range(20)]
+    found = [(step, event.ranks, event.severity) for step, events in enumerate(steps, 1) for event in events]
+    assert next(one for one in found if one[1] == (2,)) == (16, (2,), "error")
+    record = without_loss(run, 1)
+    fine = replace(record, loss=replace(record.loss, per_rank=(2.0, 2.1, 0.0, 1.9)))
+    assert ("zero-gradient", (1,)) in [(e.kind, e.ranks) for e in Judge(DetectorsConfig()).step(fine, NOTHING)]
+
+
 # -- the same data ---------------------------------------------------------------------------------------------------
 
 

@@ -231,7 +231,7 @@ def all_rows(ranks: int, rows: int, begins: int = 0) -> list[Any]:
 @pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (2, 4), (4, 1), (8, 1)])
 def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: int, interval: int) -> None:
     for severity in ("warning", "info"):
-        deal = Deal(all_rows=severity == "warning")
+        deal = Deal(pass_rows=400 if severity == "warning" else None)
         run = Run(all_rows(ranks, 400), interval, told=False, deal=deal)
         [note] = notes_of_overlap(run.go(200))
         assert (note.severity, note.ranks, note.where) == (severity, tuple(range(ranks)), "loader")
@@ -240,6 +240,16 @@ def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: i
     run.judge.load_state_dict(state[0])
     run.tracker.load_state_dict(state[1])
     assert notes_of_overlap(run.go(40)) == []
+
+
+def test_ranks_that_share_a_part_of_their_data_have_not_the_same() -> None:
+    """As where each has drawn its own selection of one pool, before the training."""
+    names = np.random.default_rng(98).integers(0, 2**62, 1000)
+    chosen = [np.random.default_rng(60 + rank).permutation(names)[:400] for rank in range(4)]
+    run = Run(
+        [passes(one, 8, True, True, rank) for rank, one in enumerate(chosen)], told=False, deal=Deal(pass_rows=400)
+    )
+    assert [note.severity for note in notes_of_overlap(run.go(100))] == ["info"]
 
 
 def with_replacement(rows: Rows, seed: int) -> Iterator[Rows]:
@@ -275,14 +285,14 @@ def drawn(names: Rows, weights: Any, batch: int, seed: int) -> Iterator[Rows]:
         yield generator.choice(names, batch, p=weights)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("batch", [2, 4, 8])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_that_are_drawn_with_replacement_are_shared_by_chance(batch: int, weighted: bool) -> None:
     """Of 4 ranks and few rows, half of a batch is another rank's too every now and then: it is no fault."""
     names = np.random.default_rng(96).integers(0, 2**62, 200)
     weights = np.where(np.arange(200) < 20, 10.0 if weighted else 1.0, 1.0)
     loaders = [drawn(names, weights / weights.sum(), batch, 50 + rank) for rank in range(4)]
-    assert notes_of_overlap(Run(loaders, told=False).go(3000)) == []
+    assert notes_of_overlap(Run(loaders, told=False).go(400)) == []
 
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
@@ -299,3 +309,55 @@ def test_the_same_rows_are_told_among_rows_that_are_drawn_with_replacement(batch
     found = notes_of_overlap(run.go(20, copied))
     assert [(event.ranks, event.severity) for event in found] == [((1, 3), "error")]
     assert found[0].step - 200 <= (1 if batch > 2 else 2)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+@pytest.mark.parametrize("contents", [4, 8, 16])
+def test_a_few_contents_that_recur_are_no_rows_of_another_rank(batch: int, contents: int) -> None:
+    """A truth table, or steps of a small game: every rank has them all."""
+    names = np.random.default_rng(95).integers(0, 2**62, contents)
+    for seed in range(2):
+        loaders = [drawn(names, None, batch, 100 * seed + rank) for rank in range(4)]
+        events = Run(loaders, told=False).go(100)
+        assert [event for event in events if event.severity != "info"] == []
+
+
+def dealt_with_copies(share: float, rows: int, batch: int, ranks: int) -> list[Any]:
+    """A DistributedSampler's deal of data of which a share is copies of other rows."""
+    names = np.random.default_rng(94).integers(0, 2**62, rows)
+    names[: int(share * rows)] = names[-int(share * rows) :][::-1]
+
+    def taken(rank: int) -> Iterator[Rows]:
+        for epoch in range(1000):
+            order = np.random.default_rng(epoch).permutation(rows)[rank::ranks]
+            yield from (names[order[at : at + batch]] for at in range(0, len(order), batch))
+
+    return [taken(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_copies_in_data_that_the_samplers_deal_are_a_note(share: float, ranks: int) -> None:
+    """By their content they come again; that each comes once is known from the samplers of all ranks."""
+    deal = Deal("random", "DistributedSampler, shuffled", 7.0)
+    run = Run(dealt_with_copies(share, 1600, 8, ranks), told=False, deal=deal, rows_in_epoch=1600)
+    events = [event for event in run.go(1600 // (8 * ranks) * 3) if event.phase != "ended"]
+    assert {event.severity for event in events} == {"info"}
+    assert {event.kind for event in events} <= {"data-order-mismatch", "low-coverage"}
+    [first] = [event for event in events if event.kind == "data-order-mismatch"][:1]
+    assert "the data hold these rows several times" in first.message
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_batches_that_come_twice_are_no_copies(ranks: int) -> None:
+    deal = Deal("random", "DistributedSampler, shuffled", 7.0)
+
+    def twice(loader: Iterator[Rows]) -> Iterator[Rows]:
+        for batch in loader:
+            yield batch
+            yield batch.copy()
+
+    loaders = [twice(loader) for loader in dealt_with_copies(0.2, 1600, 8, ranks)]
+    events = Run(loaders, told=False, deal=deal, rows_in_epoch=1600).go(60)
+    found = [event for event in events if event.kind == "data-order-mismatch" and event.severity == "warning"]
+    assert found
