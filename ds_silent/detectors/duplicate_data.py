@@ -8,6 +8,7 @@ the same. This is no matter of chance, and no false-alarm rate applies.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
 MAX_GROUPS = 8  # reported one by one
+FEW, _IN_ROW = 8, 32  # ranks of a group whose rows are looked at; measured steps
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
 
@@ -35,14 +37,23 @@ _REMEDY = (
 
 
 class SameGradients(Detector):
-    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank."""
+    """Compare the gradients of ranks that no row ids have named; ids may be counted per rank.
+
+    Ranks that took the same rows have the same gradient. Where the ids show that, and do not name the ranks, they took
+    them by chance, as few rows of a batch or contents that recur: ``_IN_ROW`` steps in a row are none.
+    """
 
     def __init__(self, alike: bool = True):
         self._alike = alike
+        self._steps: dict[tuple[int, ...], int] = {}  # in a row, of ranks that took the same rows; a resume forgets it
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         named_before = any(finding.kind == "duplicate-data" for finding in before)
-        return by_gradients(record, evidence.directions) if self._alike and not named_before else []
+        found = by_gradients(record, evidence.directions) if self._alike and not named_before else []
+        shared = evidence.duplicates or {}
+        known = {one.ranks: any(pair in shared for pair in combinations(one.ranks[:FEW], 2)) for one in found}
+        self._steps = {ranks: self._steps.get(ranks, 0) + 1 for ranks, by_rows in known.items() if by_rows}
+        return [one for one in found if self._steps.get(one.ranks, _IN_ROW) >= _IN_ROW]
 
 
 def shared_findings(

@@ -42,7 +42,7 @@ _EFFECTS: dict[EventKind, tuple[str, ...]] = {
     "objective-mismatch": ("outlier-rank",),
     "zero-gradient": ("outlier-rank",),
     "batch-size-mismatch": ("outlier-rank",),
-    "duplicate-data": ("duplicate-data",),
+    "duplicate-data": ("duplicate-data", "low-coverage"),
     "data-order-mismatch": ("data-order-mismatch", "low-coverage", "outlier-rank"),
     "low-coverage": ("data-order-mismatch", "low-coverage"),
 }

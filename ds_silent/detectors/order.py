@@ -248,6 +248,7 @@ class OrderTest(Detector):
     def _findings(self, record: StepRecord) -> list[Finding]:
         findings: list[Finding] = []
         ranks, now = tuple(range(record.world_size)), self._last
+        severity: Severity
         if self._mismatch_since is not None and now is not None:
             share = now.repeated / now.epoch if now.epoch else 0.0
             message = (
@@ -258,7 +259,7 @@ class OrderTest(Detector):
                 "Give every rank's sampler the same seed and call set_epoch with the same epoch everywhere; rank-"
                 "dependent seeds belong to dropout and augmentation, not to the order of the data."
             )
-            severity: Severity = "error" if now.told else "warning"
+            severity = "error" if now.told else "warning"
             if self._copies:
                 severity = "info"
                 message += (
@@ -280,9 +281,12 @@ class OrderTest(Detector):
                 "some were repeated."
             )
             remedy = "Look at the order of the data (see data-order-mismatch) or at ranks that share rows."
-            key, most = "low-coverage", 1.0 - self._tolerated
-            grave: Severity = "info" if self._copies else "warning"
-            findings.append(Finding(key, key, grave, ranks, "epoch", seen, most, message, remedy, since))
+            key, most, severity = "low-coverage", 1.0 - self._tolerated, "warning"
+            if self._copies:
+                severity = "info"
+                message = f"By their content {100 * seen:.1f} % of the epoch's rows were seen: the others are copies."
+                remedy = "Do nothing if that is meant. Else look for copies in the data set."
+            findings.append(Finding(key, key, severity, ranks, "epoch", seen, most, message, remedy, since))
         return findings
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class SameRows(Detector):
     are shared by chance: of b rows s with probability at most C(b, s) p^s, where p = b / n for data of n rows, n being
     at least the number of different rows that a rank has had, or the share that all pairs have shared so far. The logs
     of these add up while a pair shares half of its rows at one measured step after another; it is named at log(mean
-    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and ``SEVERAL``
-    rows at steps in a row are enough, or twice as many where batches are shared in part. Where a few contents recur, as
-    in a truth table, rows say nothing, and only gradients tell.
+    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and eight rows
+    at steps in a row are enough. Where a few contents recur, as in a truth table, or an epoch is a few batches, which a
+    sampler fills up, a part of a batch says nothing.
     """
 
     key = "pairs_before"
@@ -74,17 +74,16 @@ class SameRows(Detector):
             (smaller, larger), shared = sorted(rows[rank] for rank in pair), counts[pair]
             chance = max(larger / max(1.0, different), usual)
             ways = math.lgamma(smaller + 1) - math.lgamma(shared + 1) - math.lgamma(smaller - shared + 1)
-            gain = max(0.0, -shared * math.log(min(chance, 1.0)) - ways)
+            gain = 0.0 if chance > RECURRING else max(0.0, -shared * math.log(chance) - ways)
             weight, in_row = self._pairs.get(pair, (0.0, 0))
             pairs[pair] = weight, in_row = min(limit, weight + gain), in_row + shared
             everything = shared == smaller
             early = taken <= FEW * larger and different >= (1.0 - RECURRING) * taken
             if evidence.passes is None:
                 at_once = in_row > shared or (everything and shared > 1)
-            elif early:
-                at_once = in_row >= (SEVERAL if everything else 2 * SEVERAL)
             else:
-                at_once = everything and shared >= SEVERAL and chance <= RECURRING
+                at_once = everything and shared >= SEVERAL and (early or chance <= RECURRING)
+                at_once |= early and in_row >= 2 * SEVERAL
             if at_once or weight >= limit - 1e-9:
                 sure.add(pair)
         if rows is not None:

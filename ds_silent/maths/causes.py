@@ -259,8 +259,8 @@ def _shape(pieces: Pieces, layers: tuple[int, ...]) -> Cause:
 def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | None:
     """Something of the gradients is missing: the error's regression on them is not zero, and leaves a rest.
 
-    A rank is named where it is the only one, and the others' weights are as their noise explains: what is gone of
-    several can hide behind what is left of the others, and what is wrong of all alike is no rank's noise.
+    A rank is named where the others' weights are far smaller, or as their noise explains: what is gone of several can
+    hide behind what is left of the others, and what is wrong of all alike is no rank's noise.
     """
     gram = distinct_gram(local)
     if gram is None:
@@ -274,7 +274,8 @@ def _partial(local: Tensor, error: Tensor, layers: tuple[int, ...]) -> Cause | N
     if not off:
         return None
     doubtful = weights.abs() > (BY_CHANCE * standard_errors).clamp(min=MUCH * float(weights.abs().max()))
-    blamed = tuple(off) if ranks > 2 and int(doubtful.sum()) == len(off) == 1 else ()
+    most = int(weights.abs().argmax())  # the others' may be off because their gradients are like its own
+    blamed = (most,) if ranks > 2 and int(doubtful.sum()) == 1 and most in off else ()
     return Cause("partial", layers, None, blamed, tuple((weights + 1.0).tolist()))
 
 

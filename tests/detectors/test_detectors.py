@@ -13,7 +13,7 @@ import pytest
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, duplicate_data
 from ds_silent.detectors.same_rows import SameRows
-from ds_silent.measure.evidence import Coverage, Evidence, LayerValues
+from ds_silent.measure.evidence import Coverage, Evidence, LayerValues, OwnPasses
 from ds_silent.records import Event, StepRecord
 from tests.support.made_records import NOTHING, Run, ids, kinds, make
 
@@ -195,6 +195,19 @@ def test_equal_gradients_tell_without_ids() -> None:
         make(1, losses, norms, [0.1] * 4, matrix=matrix_with({(0, 2)}, 4, math.nan)),
     ):
         assert "duplicate-data" not in kinds(Judge(DetectorsConfig()).step(different, NOTHING))
+
+
+def test_equal_gradients_of_rows_that_were_shared_by_chance_are_no_fault() -> None:
+    """Of batches of one row two ranks took the same; where that goes on, it is no chance."""
+    record = make(1, [2.0, 2.1, 2.0, 2.3], [1.0, 1.2, 1.0, 0.9], [0.1] * 4, matrix=matrix_with({(0, 2)}, 4))
+    passes = OwnPasses((2,) * 4, (100.0,) * 4, 0.25, (400,) * 4)
+    shared = replace(ids({(0, 2): 1}, rows=1), passes=passes)
+    judge = Judge(DetectorsConfig())
+    assert judge.step(record, shared) == []
+    assert kinds(judge.step(record, replace(ids({}), passes=passes))) == ["duplicate-data"]  # not by the rows
+    judge, few = Judge(DetectorsConfig()), replace(shared, passes=replace(passes, distinct=(2.0,) * 4))
+    found = [step for step in range(1, 41) for event in judge.step(record, few) if event.kind == "duplicate-data"]
+    assert found == [32]
 
 
 def test_above_the_gather_limit_the_mean_cosine_tells() -> None:

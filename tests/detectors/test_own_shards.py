@@ -361,3 +361,17 @@ def test_batches_that_come_twice_are_no_copies(ranks: int) -> None:
     events = Run(loaders, told=False, deal=deal, rows_in_epoch=1600).go(60)
     found = [event for event in events if event.kind == "data-order-mismatch" and event.severity == "warning"]
     assert found
+
+
+def test_the_rows_that_fill_up_an_epoch_of_one_step_are_no_rows_of_another_rank() -> None:
+    """Six rows for four ranks of two: a DistributedSampler takes two of them twice, on the same pairs in each epoch."""
+    names = np.random.default_rng(93).integers(0, 2**62, 6)
+
+    def taken(rank: int) -> Iterator[Rows]:
+        for epoch in range(1000):
+            order = np.random.default_rng(epoch).permutation(6)
+            yield names[np.concatenate([order, order[:2]])[rank::4]]
+
+    for told in (False, True):
+        events = Run([taken(rank) for rank in range(4)], told=told, rows_in_epoch=6).go(100)
+        assert [event for event in events if event.severity != "info"] == []

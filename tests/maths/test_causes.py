@@ -119,6 +119,13 @@ def test_one_parameter_of_one_ranks_gradient_names_the_rank(share: float) -> Non
     assert explained(layer, error=2.0 * part.mean(0)).ranks == ()
 
 
+def test_a_rank_is_named_although_the_others_gradients_are_like_the_part_that_counts_twice() -> None:
+    """Once 1.41 on the rank itself and 1.01 and 0.94 on the others: each was off by more than noise."""
+    error = (0.41 * WHOLE[1] + 0.01 * WHOLE[0] - 0.06 * WHOLE[2]) / RANKS + 0.0001 * normal(7, LARGE)
+    cause = explained(LOCAL.mean(0) + 0.02 * normal(8, LAYERS, SMALL), error=error)
+    assert (cause.kind, cause.ranks) == ("partial", (1,))
+
+
 def test_parts_of_all_ranks_gradients_blame_nobody_and_noise_is_no_part() -> None:
     lost = (0.5 * WHOLE + 0.5 * normal(7, RANKS, LARGE)).mean(0)
     noisy = LOCAL.mean(0) + 0.1 * normal(8, LAYERS, SMALL)
