@@ -213,11 +213,12 @@ class OrderTest(Detector):
         """Tell whether rows that come again are those that the data hold several times.
 
         Known by their content they may be, where all samplers deal each row once. One of N ranks then has had a row as
-        often as any other; a loop that takes a batch twice takes it on the rank that had it.
+        often as any other; a loop that takes a batch twice takes it on the rank that had it, and so does one that takes
+        a row several times in a batch, of which none had come before.
         """
         share, ranks = (None, 0) if extras.passes is None else (extras.passes.again, len(extras.passes.taken))
-        if share is not None:
-            self._lately = self._lately * (1.0 - 1.0 / _MEMORY) + repeated * np.array([share, 1.0])
+        self._lately = self._lately * (1.0 - 1.0 / _MEMORY)
+        self._lately += max(0.0, repeated) * np.array([1.0 if share is None else share, 1.0])
         if now.told or not now.once or ranks < 2:
             return False
         own, every = self._lately

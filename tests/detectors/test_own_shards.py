@@ -348,16 +348,23 @@ def test_copies_in_data_that_the_samplers_deal_are_a_note(share: float, ranks: i
     assert "the data hold these rows several times" in first.message
 
 
+def twice(loader: Iterator[Rows]) -> Iterator[Rows]:
+    for batch in loader:
+        yield batch
+        yield batch.copy()
+
+
+def collapsed(loader: Iterator[Rows]) -> Iterator[Rows]:
+    """A collate function that takes the first row of each batch for all of them."""
+    for batch in loader:
+        yield np.repeat(batch[:1], len(batch))
+
+
+@pytest.mark.parametrize("change", [twice, collapsed])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_batches_that_come_twice_are_no_copies(ranks: int) -> None:
+def test_rows_that_one_rank_takes_again_are_no_copies(ranks: int, change: Any) -> None:
     deal = Deal("random", "DistributedSampler, shuffled", 7.0)
-
-    def twice(loader: Iterator[Rows]) -> Iterator[Rows]:
-        for batch in loader:
-            yield batch
-            yield batch.copy()
-
-    loaders = [twice(loader) for loader in dealt_with_copies(0.2, 1600, 8, ranks)]
+    loaders = [change(loader) for loader in dealt_with_copies(0.2, 1600, 8, ranks)]
     events = Run(loaders, told=False, deal=deal, rows_in_epoch=1600).go(60)
     found = [event for event in events if event.kind == "data-order-mismatch" and event.severity == "warning"]
     assert found
