@@ -21,7 +21,8 @@ from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.lifecycle import Episodes, setting_findings
-from ds_silent.detectors.order import OrderTest, RepeatTest, SameOrderTest
+from ds_silent.detectors.order import OrderTest, SameOrderTest
+from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.distributed.agreement import Statement, differences
 from ds_silent.distributed.parts import parts_of
 from ds_silent.distributed.places import Places, in_whole

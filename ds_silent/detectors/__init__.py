@@ -31,10 +31,11 @@ from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_rules import LabelRulesTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
-from ds_silent.detectors.order import FewRowsTest, OrderTest, RepeatTest, SameOrderTest
+from ds_silent.detectors.order import OrderTest, SameOrderTest
 from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
+from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
 from ds_silent.detectors.same_rows import OverlapTest, SameRows, SampledRowsTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord

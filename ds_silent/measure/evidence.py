@@ -209,6 +209,7 @@ class Evidence:
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
     passes: OwnPasses | None = None  # what tells those of a small shard of its own
+    stuck: tuple[int, ...] = ()  # ranks that take one batch again and again; then nothing else of the rows is known
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"

@@ -44,6 +44,7 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
+STUCK = 16  # batches of the other ranks; a rank's own count once for twice as many, see batch_rows
 
 
 class RowTracker:
@@ -60,6 +61,8 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
+        self._idle: tuple[tuple[int, ...], float] = (), 0.0  # ranks without new rows; the others' batches meanwhile
+        self._had_rows = False  # every rank
 
     def step(
         self,
@@ -86,7 +89,9 @@ class RowTracker:
             self._partial, self._level = self._partial or self._resumed, level
         if int(sent.taken.min()) <= 0:
             self._partial |= not walk.repeated or bool(sent.taken.any())
-            return None
+            stuck = self._without_new_rows(sent.taken, own_rows)
+            return RowsOfStep(CoverageStats(), Evidence(stuck=stuck)) if stuck else None
+        self._idle, self._had_rows = ((), 0.0), True
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
@@ -135,6 +140,17 @@ class RowTracker:
         coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
         told = replace(told, seen=seen.value, repeated=repeated)
         return RowsOfStep(told, replace(evidence, coverage=coverage))
+
+    def _without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
+        """Return ranks that have taken no new rows while the others took ``STUCK`` batches.
+
+        An optimizer that takes a batch several times does so on all ranks alike.
+        """
+        idle, batches = tuple(np.flatnonzero(taken <= 0).tolist()), float(taken.max()) / max(1, own_rows)
+        if not self._had_rows or len(idle) == len(taken):
+            return ()
+        self._idle = idle, batches + (self._idle[1] if idle == self._idle[0] else 0.0)
+        return idle if self._idle[1] >= STUCK else ()
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Follow the order of the first rank's rows. A sample of rows repeats its order too."""

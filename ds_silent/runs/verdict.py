@@ -178,7 +178,8 @@ def _when(group: EventGroup, now: EventGroup | None) -> str:
     if group.first == 0:
         return ", seen before the first step"
     if group.ended and now is None:
-        return f", at step {since:,}" if last == since else f", from step {since:,} to {last:,}"
+        times = f"{len(group.spans):,} times " * (len(group.spans) > 1)
+        return f", at step {since:,}" if last == since else f", {times}from step {since:,} to {last:,}"
     found = f" (found at step {group.first:,})" if since < group.first else ""
     goes_on = f", now as {now.kind}" if group.ended and now is not None else ""
     return f", since step {since:,}{found}{goes_on}"

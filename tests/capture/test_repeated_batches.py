@@ -106,6 +106,10 @@ def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
     data = TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 1, generator=generator))
     sampler: Any = DistributedSampler(data, seed=3)
     loader = DataLoader(data, BATCH, sampler=sampler)
+    if kind == "stuck" and dist.get_rank() == 1:
+        [*_, kept] = loader
+        yield from (kept for _ in range(EPOCHS * len(loader)))
+        return
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -160,3 +164,16 @@ def test_batches_that_come_twice_are_told(tmp_path: Path) -> None:
     run_distributed(train, 2, ("twice", tmp_path))
     kinds = {event["kind"] for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"}
     assert kinds & {"data-order-mismatch", "duplicate-data"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_keeps_its_batch_while_the_others_go_on_is_named(ranks: int, tmp_path: Path) -> None:
+    run_distributed(train, ranks, ("stuck", tmp_path))
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    assert [(event["kind"], event["severity"], event["ranks"]) for event in events] == [
+        ("data-order-mismatch", "error", [1])
+    ]
+    assert events[0]["step"] == 17  # the sixteenth batch that the others have taken since
+    assert "take" in events[0]["message"]
+    ended = [event for event in read_events(tmp_path / "events.jsonl") if event["phase"] == "ended"]
+    assert [event["ranks"] for event in ended if event["kind"] == "data-order-mismatch"] == []

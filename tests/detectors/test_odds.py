@@ -14,7 +14,8 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Finding, Judge, log_steps
 from ds_silent.detectors.finding import with_odds
 from ds_silent.detectors.lifecycle import Episodes
-from ds_silent.detectors.order import OrderTest, RepeatTest
+from ds_silent.detectors.order import OrderTest
+from ds_silent.detectors.repeats import RepeatTest
 from ds_silent.maths.rounding_bound import Arithmetic, check_aggregate, rounding_tolerance, terms_of
 from ds_silent.measure.evidence import Coverage, Evidence, ReductionEvidence
 from ds_silent.records import Event, to_json

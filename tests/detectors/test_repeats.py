@@ -9,7 +9,7 @@ import pytest
 
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
-from ds_silent.detectors.order import RepeatTest, rate_of_others
+from ds_silent.detectors.repeats import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.measure.row_history import RecentRows

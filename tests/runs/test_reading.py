@@ -201,6 +201,16 @@ def test_two_ranks_have_no_others(tmp_path: Path) -> None:
     assert verdict_of(run).sentence == "The two ranks disagree, since step 21 (found at step 30)."
 
 
+def test_a_fault_that_came_and_went_is_said_to_have_come_several_times(tmp_path: Path) -> None:
+    events = []
+    for step in (24, 33, 154):
+        events.append(event(step, message=f"Rank 2 is off since step {step}.", phase="started"))
+        text = f"Ended: outlier-rank, from step {step} to step {step}."
+        events.append(event(step + 1, severity="info", message=text, phase="ended"))
+    verdict = verdict_of(read_run(write(tmp_path, 1, tuple(events))))
+    assert verdict.sentence.startswith("Rank 2 is not like the others, 3 times from step 24 to 15")
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
