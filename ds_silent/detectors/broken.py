@@ -28,18 +28,22 @@ class BrokenNumbers(Detector):
 
     A loss of exactly 0 has no gradient in health, as that of a margin which all rows of a batch keep. It is reported
     where it is the same ranks' ``_ALONE`` steps in a row: of two exchangeable ranks that comes once in 6 10^8 windows.
+    It may be all ranks' at last, but not from the beginning.
     """
 
     def __init__(self) -> None:
         self._no_loss: list[int] = []  # ranks whose loss and gradient are 0, though they have labels
         self._in_row = 0  # steps with these ranks; a resume forgets it
+        self._trained = False  # some rank has had a gradient
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         losses, zero = record.loss.per_rank or (), sorted(_zero(record, evidence))
         no_loss = [rank for rank in zero if losses[rank : rank + 1] == (0.0,) and not _unlabelled((rank,), evidence)]
         self._in_row = self._in_row + 1 if no_loss == self._no_loss else 1
         self._no_loss = no_loss
-        kept = () if self._in_row >= _ALONE and len(no_loss) < record.world_size else tuple(no_loss)
+        self._trained |= len(zero) < record.world_size
+        fault = self._in_row >= _ALONE and (len(no_loss) < record.world_size or not self._trained)
+        kept = () if fault else tuple(no_loss)
         return non_finite(record, evidence) + zero_gradient(record, evidence, kept)
 
 

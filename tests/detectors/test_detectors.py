@@ -131,6 +131,12 @@ def test_a_loss_of_zero_now_and_then_has_no_gradient_and_is_no_fault() -> None:
         assert [event for event in found if event.kind == "zero-gradient"] == []
 
 
+def test_a_loss_that_is_zero_on_all_ranks_from_the_beginning_is_told() -> None:
+    run, judge = Run(), Judge(DetectorsConfig())
+    steps = [judge.step(without_loss(run, 0, 1, 2, 3), NOTHING) for _ in range(20)]
+    assert [step for step, events in enumerate(steps, 1) for e in events if e.kind == "zero-gradient"] == [16]
+
+
 def test_a_loss_that_is_zero_on_one_rank_for_good_is_told() -> None:
     run, judge = Run(), Judge(DetectorsConfig())
     steps = [judge.step(without_loss(run, 2), NOTHING) for _ in range(20)]
