@@ -165,6 +165,8 @@ class LoaderWatch(_Watch):
         same = sampler is not None and self._newest_sampler is not None and self._newest_sampler() is sampler
         if same and self._newest_skips and self._newest_skips == self._batches - 1:
             self._training = self._newest
+            if self._newest_deal.order != self._deal.order:  # the rest comes in another order
+                self._deal = self._newest_deal
             return False
         self._sampler, self._batches = self._newest_sampler, self._newest_skips + 1
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest

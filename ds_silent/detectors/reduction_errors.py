@@ -124,7 +124,7 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     ranks: tuple[int, ...] = ()
     if cause is not None:
         where, what = layers_text(cause.wrong, layers), cause.kind
-        ranks = cause.blamed if len(cause.blamed) < record.world_size else ()
+        ranks = () if what == "leftover" and len(cause.ranks) == record.world_size else cause.blamed
         parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
         message += "".join(f" {cause_sentence(part, layers, record.world_size, seen.result)}" for part in parts)
         if cause.unexplained:

@@ -50,8 +50,8 @@ class SameRows(Detector):
     are shared by chance: of b rows s with probability at most C(b, s) p^s, where p = b / n for data of n rows, n being
     at least the number of different rows that a rank has had, or the share that all pairs have shared so far. The logs
     of these add up while a pair shares half of its rows at one measured step after another; it is named at log(mean
-    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing, and eight rows
-    at steps in a row are enough. Where a few contents recur, as in a truth table, or an epoch is a few batches, which a
+    steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing: three rows that
+    are all, or eight, are enough. Where a few contents recur, as in a truth table, or an epoch is a few batches, which a
     sampler fills up, a part of a batch says nothing.
     """
 
@@ -82,8 +82,8 @@ class SameRows(Detector):
             if evidence.passes is None:
                 at_once = in_row > shared or (everything and shared > 1)
             else:
-                at_once = everything and shared >= SEVERAL and (early or chance <= RECURRING)
-                at_once |= early and in_row >= 2 * SEVERAL
+                at_once = everything and shared >= SEVERAL and chance <= RECURRING
+                at_once |= early and in_row >= (SEVERAL - 1 if everything else 2 * SEVERAL)
             if at_once or weight >= limit - 1e-9:
                 sure.add(pair)
         if rows is not None:

@@ -20,7 +20,7 @@ from tests.support.traced import Training, write
 MLP = {"model": "mlp", "lr": 3e-3}
 FAULTS = {
     "rate": ("rates", None, 1.1, "another rate of every group"),
-    "layer-scaled": ("local", "layers.0", 1.001, "this layer's gradient alone, 1.0010001 times A's"),
+    "layer-scaled": ("local", "layers.0", 1.001, "this layer's gradient alone, 1.001"),
     "row": ("rows", None, None, "other rows in this step alone"),
     "sign": ("local", "layers.0", None, "this layer's gradient alone, in another direction"),
     "masters": ("update", "embedding", None, "B keeps 8 binary digits of the weights (bf16)"),
