@@ -51,8 +51,8 @@ class SameRows(Detector):
     at least the number of different rows that a rank has had, or the share that all pairs have shared so far. The logs
     of these add up while a pair shares half of its rows at one measured step after another; it is named at log(mean
     steps between false alarms) + log(N (N - 1) / 2). In a rank's first ``FEW`` batches n says nothing: three rows that
-    are all, or eight, are enough. Where a few contents recur, as in a truth table, or an epoch is a few batches, which a
-    sampler fills up, a part of a batch says nothing.
+    are all, or eight, are enough. Where a few contents recur, as in a truth table, or an epoch is a few batches, which
+    a sampler fills up, a part of a batch says nothing.
     """
 
     key = "pairs_before"
