@@ -124,7 +124,8 @@ class LayerEvidence:
         return None if self._spreads is None else median_of_known(self._spreads.T).tolist()
 
     def load_scales(self, scales: list[float] | None) -> None:
-        """Continue with :meth:`scales`."""
+        """Continue with :meth:`scales`; None: without any."""
+        self._spreads = None
         if scales is not None:
             self._spreads = np.full((SCALES, len(scales)), np.nan)
             self._spread_steps = np.full(SCALES, -1, dtype=np.int64)

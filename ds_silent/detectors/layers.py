@@ -104,6 +104,8 @@ class LayerTest:
         values = _values(seen, label_tokens, self.ranks)
         self._turns = seen.cosines is not None
         if len(values) != self._test.series or random != self._random:
+            if random != self._random:  # values are of another unit
+                self._test.load_scales(None)
             self._random = random
             self._start(len(values))
         _remember(self._recent, seen)
@@ -249,6 +251,7 @@ class LayerTest:
         numbers as there are layers, ranks and tilts."""
         return {
             "ranks": self.ranks,
+            "random": self._random,
             "flagged": {str(rank): asdict(flag) for rank, flag in self._flagged.items()},
             "spreads": self._test.scales(),
         }
@@ -256,6 +259,7 @@ class LayerTest:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of as many ranks."""
         self._flagged = {int(rank): LayerFlag(**flag) for rank, flag in state["flagged"].items()}
+        self._random = state.get("random", self._random)
         self._test.load_scales(state["spreads"])
 
 

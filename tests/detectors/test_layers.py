@@ -138,6 +138,27 @@ def test_health_is_silent_at_a_rate_ten_thousand_times_the_default(ranks: int, l
     assert begun <= 5  # 2.5 are allowed; more than 5 happen once in 20 runs of a test that uses its allowance up
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_health_is_silent_after_rows_turn_out_to_be_dealt_at_random(ranks: int, resumed: bool) -> None:
+    """Against its own past a rank is measured in units of its own scale, and against the others in their own."""
+    highest = []
+    for seed in range(12):
+        run, scores = Layers(ranks, 5, seed=seed), []
+        for step in range(1, 261):
+            if resumed and step == 111:
+                state, run.test = json.loads(json.dumps(run.test.state_dict())), LayerTest(ranks, LOG_STEPS)
+                run.test.load_state_dict(state)
+            values = run.values()
+            calm = replace(values, log_norms=values.log_norms / 4.0)
+            run.test.step(step, calm, [8.0] * ranks, random=step > 110)
+            scores += [score.score for score in run.test.scores]
+        highest.append(max(scores))
+    # of one run at most a tenth reaches this: the mean evidence against a rank is the number of steps
+    assert np.median(highest) < math.log(10 * ranks * 260)
+    assert max(highest) < run.test.scores[0].threshold
+
+
 def test_the_evidence_of_one_step_has_expectation_one() -> None:
     """The guarantee itself, exactly: over all permutations of any values, with any past of the same ranks."""
     random, ranks = np.random.default_rng(3), 5
