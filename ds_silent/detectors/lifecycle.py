@@ -222,6 +222,8 @@ class Episodes:
                 message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 apart = "replica-drift" in episode.effects
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
+                if episode.kind == "outlier-rank":  # statistics tell that they are no longer sure, and not why
+                    remedy = "Nothing to do if its cause was mended; else it may be there still, too small to be sure."
                 if key.startswith(KEY):
                     remedy = "What was trained meanwhile stays so: see the remedy of its first event."
                 left = [f for k, f in present.items() if self._active[k].cause == key]

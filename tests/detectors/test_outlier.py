@@ -60,7 +60,9 @@ def test_a_task_out_of_phase_is_told_by_the_spread(ranks: int) -> None:
     assert (event.kind, event.severity, event.ranks) == ("outlier-rank", "warning", (ranks - 1,))
     assert "further from the others' than theirs are from each other" in event.message
     assert "a task out of phase" in event.message
-    assert [e.message.startswith("Ended") for e in steps(run, 60, out=False)] == [True]
+    [ended] = steps(run, 60, out=False)
+    assert ended.message.startswith("Ended")
+    assert "else it may be there still, too small to be sure" in ended.remedy  # statistics do not tell why
     unknown = Run(ranks)  # where rows are not dealt at random a rank's own rows make its spread
     assert [e for e in steps(unknown, 60, out=True, dealt="unknown") if e.severity != "info"] == []
 
