@@ -62,11 +62,9 @@ class LocalGradient:
         self.accumulator = accumulator()
         self.micro_batches = KeptMicroBatches(accumulator)
         self.sketching = config.method != "off"
-        self.copied = copied
-        self._memory_mb, self._device = config.exact_memory_mb, device
+        self.whole = WholeGradient(self._offsets, self._total, config.exact_memory_mb, device, copied)
         self._accumulated, self._additive, self._norms_add_up = accumulated, additive, norms_add_up
         self._together = True  # as far as a framework asks for it
-        self._copy: Tensor | None = None
         self._fires = [0] * len(numels)
         self._captured = [False] * len(numels)
         self.start_step()
@@ -85,8 +83,7 @@ class LocalGradient:
         """Forget what has come of the step under way: it was never to be one."""
         self.accumulator.take()
         self.micro_batches.drop()
-        if self._copy is not None:
-            self._copy.zero_()
+        self.whole.forget()
         self.start_step()
 
     def observed(self, squared: Tensor, gram: Tensor | None) -> Local[float | Tensor]:
@@ -177,9 +174,9 @@ class LocalGradient:
         if not parts:
             return
         self.accumulator.add_all(parts, square=self._norms_add_up, sketching=self.sketching)
-        if exact and self.copied:
+        if exact:
             for index, _, whole in parts:
-                self._copied(index, whole, None)
+                self.whole.add(index, whole)
 
     def end_micro_batch(self) -> None:
         """End a micro-batch's backward; what nobody has read by now was reduced, and hooks read from here on."""
@@ -196,17 +193,6 @@ class LocalGradient:
         self._micro_squared = square if self._micro_squared is None else self._micro_squared + square
         self._before = now
 
-    def _parts(self) -> list[tuple[int, Tensor]]:
-        """Return the whole local gradient as (global offset, flat tensor), for the exact method."""
-        if self.copied:
-            return [] if self._copy is None else [(0, self._copy)]
-        whole = (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
-        return [
-            (offset, gradient.detach().reshape(-1))
-            for offset, gradient in zip(self._offsets, whole, strict=True)
-            if gradient is not None
-        ]
-
     def exchange(self, group: dist.ProcessGroup, guard: CollectiveGuard) -> Tensor:
         """Compute this rank's part of the exact (N, N) inner products; a collective: every rank calls it.
 
@@ -214,28 +200,15 @@ class LocalGradient:
         """
         if self._order is not None:
             self._order.enter()
-        fill = partial(copy_overlap, guard.local(self._parts) or [])
-        gram = exact_gram(fill, self._total, group, self._device, self._memory_mb, guard.local, guard.collective)
-        if self._copy is not None:
-            self._copy.zero_()
-        return gram
+        return self.whole.exchange(self._stored, group, guard)
 
-    def close(self) -> None:
-        """Give the copy back."""
-        self._copy = None
+    def _stored(self) -> Iterable[Tensor | None]:
+        return (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
 
     def _add(self, index: int, gradient: Tensor, previous: Tensor | None, exact: bool, square: bool) -> None:
         self.accumulator.add(index, gradient, previous, square=square, sketching=self.sketching)
-        if exact and self.copied:
-            self._copied(index, gradient, previous)
-
-    def _copied(self, index: int, gradient: Tensor, previous: Tensor | None) -> None:
-        if self._copy is None:
-            self._copy = torch.zeros(self._total, device=self._device)
-        part = self._copy[self._offsets[index] : self._offsets[index] + gradient.numel()]
-        for term in (gradient, previous):
-            if term is not None:
-                part.add_(term.detach().reshape(-1))
+        if exact:
+            self.whole.add(index, gradient, previous)
 
 
 def _refuse_sparse(index: int, gradient: Tensor) -> None:
@@ -244,6 +217,57 @@ def _refuse_sparse(index: int, gradient: Tensor) -> None:
             f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
             "observed: make its module with sparse=False, if it is to be"
         )
+
+
+class WholeGradient:
+    """The whole local gradient, for exact inner products: as it is stored, or a copy where nothing stores all of it."""
+
+    def __init__(self, offsets: list[int], total: int, memory_mb: int, device: torch.device, copied: bool):
+        self._offsets, self._total = offsets, total
+        self._memory_mb, self._device, self.copied = memory_mb, device, copied
+        self._copy: Tensor | None = None
+
+    def add(self, index: int, *terms: Tensor | None) -> None:
+        """Add a gradient of parameter ``index``, and what was there before it, to the copy."""
+        if not self.copied:
+            return
+        if self._copy is None:
+            self._copy = torch.zeros(self._total, device=self._device)
+        for term in terms:
+            if term is not None:
+                begin = self._offsets[index]
+                self._copy[begin : begin + term.numel()].add_(term.detach().reshape(-1))
+
+    def exchange(
+        self, stored: Callable[[], Iterable[Tensor | None]], group: dist.ProcessGroup, guard: CollectiveGuard
+    ) -> Tensor:
+        """Compute the inner products; see :meth:`LocalGradient.exchange`. ``stored``: gives each parameter's gradient.
+
+        A collective.
+        """
+        fill = partial(copy_overlap, guard.local(self._parts, stored) or [])
+        gram = exact_gram(fill, self._total, group, self._device, self._memory_mb, guard.local, guard.collective)
+        self.forget()
+        return gram
+
+    def forget(self) -> None:
+        """Forget what has come of the step under way."""
+        if self._copy is not None:
+            self._copy.zero_()
+
+    def close(self) -> None:
+        """Give the copy back."""
+        self._copy = None
+
+    def _parts(self, stored: Callable[[], Iterable[Tensor | None]]) -> list[tuple[int, Tensor]]:
+        """Return it as (global offset, flat tensor)."""
+        if self.copied:
+            return [] if self._copy is None else [(0, self._copy)]
+        return [
+            (offset, gradient.detach().reshape(-1))
+            for offset, gradient in zip(self._offsets, stored(), strict=True)
+            if gradient is not None
+        ]
 
 
 class KeptMicroBatches:

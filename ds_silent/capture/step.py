@@ -156,7 +156,7 @@ class StepMoments:
 
     def exchange_exactly(self) -> None:
         """Exchange the local gradients before the reduction, where none is copied. A collective."""
-        if not self._local.copied:
+        if not self._local.whole.copied:
             self.exchange()
 
     def exchange(self) -> None:
@@ -291,7 +291,7 @@ class StepCapture:
         """Remove every hook; ``ended``: for good, and not because it broke."""
         self._patches.undo()
         self.framework.close(ended=ended)
-        self._local.close()
+        self._local.whole.close()
 
     # -- what the observer reads -------------------------------------------------------------------------------
 
