@@ -90,7 +90,7 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectC
         unsure = not fault and _may_be_no_data(seen, where, sizes)
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large, unsure=unsure)
     fault = seen.ranks > 2 and (context.first_loss or 0.0) >= HIGH and _log(seen.loss) >= HIGH
-    return Effect("warning" if fault else "info", size, of_data=not fault)
+    return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large)
 
 
 def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
@@ -228,6 +228,7 @@ class Weigher:
         """Make a fault of a note that has become one."""
         seen = self.recent.symptoms(rank, others, since)
         effect = effect_of(seen, flag.where, self._sizes, self._context(rank, others, since, comparable, random))
+        flag.slight = effect.slight
         if effect.severity != "info":
             flag.severity, flag.effect = effect.severity, effect.size
             self._give_reasons(rank, flag, others, seen, since, False, False)

@@ -304,6 +304,16 @@ def test_where_nothing_has_changed_no_step_is_named(seed: int) -> None:
     assert not [message for message in notes if "since about step" in message]
 
 
+@pytest.mark.parametrize(("apart", "noted"), [(0.03, False), (0.5, True)])
+def test_a_note_of_unlike_rows_is_worth_reading(apart: float, noted: bool) -> None:
+    """A difference of a few hundredths is sure after some hundred steps, and nobody can do anything about it."""
+    run = Shards(4, seed=2)
+    run.offsets[:], run.scales = [[0.0, apart, 0.0, 0.0]], run.scales / 10.0
+    run.offsets[2] = 0.0
+    notes = [event for event in run.steps(200) if event.kind == "outlier-rank"]
+    assert bool(notes) is noted
+
+
 def test_a_first_loss_that_no_rows_have_is_an_alarm() -> None:
     run = Shards(4, seed=6)
     run.offsets[:] = 0.0
