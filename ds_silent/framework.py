@@ -44,7 +44,7 @@ class Moments:
     """
 
     guard: CollectiveGuard  # for what an adapter's own hooks do on the way to a moment
-    pre_step: Callable[..., object]  # (held) before a step's first forward: held() is what gradients hold already
+    pre_step: Callable[..., object]  # (held, apart=False) before a step's gradients: held() is what they hold already
     pre_forward: Callable[..., object]  # (module, args, kwargs): a micro-batch's rows
     post_forward: Callable[..., object]  # (module, args, output): a loss, where nothing else gives one
     on_loss: Callable[..., object]  # (loss) of a micro-batch, unscaled, as its backward begins

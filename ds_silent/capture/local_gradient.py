@@ -130,7 +130,7 @@ class LocalGradient:
             return False
         previous = self._accumulated(index)
         if first and previous is not None:
-            self.take_out(index, previous, boundary)
+            self.take_out(index, previous, apart=boundary)
         if not boundary:
             return False
         if self._captured[index]:
@@ -144,15 +144,15 @@ class LocalGradient:
         self._add(index, gradient, None if first else previous, exact, square=True)
         return False
 
-    def take_out(self, index: int, previous: Tensor, boundary: bool = False) -> None:
+    def take_out(self, index: int, previous: Tensor, apart: bool = False) -> None:
         """Take out what parameter ``index`` holds before a step's first micro-batch: ``zero_grad`` has left it, which
-        is a fault of its own. Of the ``boundary`` it is simply not added."""
+        is a fault of its own. What lies ``apart`` from the step's own gradient is simply not added to it."""
         if self._order is not None:
             self._order.enter()
         flat = previous.detach().reshape(-1).float()
         square = torch.dot(flat, flat)
         self._leftover = square if self._leftover is None else self._leftover + square
-        if not boundary:
+        if not apart:
             self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
 
     def observe_accumulated(self, exact: bool) -> None:

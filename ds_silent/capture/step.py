@@ -93,11 +93,11 @@ class StepMoments:
         self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
         self.gram: Tensor | None = None  # this rank's part of the exact inner products
 
-    def begins(self, stored: Callable[[], Iterable[tuple[int, Tensor]]]) -> None:
-        """Take out what gradients hold before a step's first micro-batch, where its own gradient is not hooked."""
+    def begins(self, stored: Callable[[], Iterable[tuple[int, Tensor]]], apart: bool = False) -> None:
+        """Take out what gradients hold before a step's first micro-batch; ``apart``: hooks see the step's own alone."""
         if self.plan.measures:
             for index, values in stored():
-                self._local.take_out(index, values)
+                self._local.take_out(index, values, apart)
 
     def root(self, root: Any, own: bool = False) -> None:
         """A backward begins with ``root``; ``own``: it surely reaches the model."""

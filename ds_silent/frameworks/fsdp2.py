@@ -162,6 +162,7 @@ class FSDP2Framework(TorchFramework):
         )
         self.aggregate_replicated, self._rows = False, self.share()
         self.hooked = plain_parameters(model, self._modules, self.names)
+        self.loop.left = self._left
 
     def connect(self, moments: Moments) -> None:
         """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""
@@ -173,6 +174,11 @@ class FSDP2Framework(TorchFramework):
         """Return what a backward has brought of the whole parameter, until its group's end."""
         held: Tensor | None = self.hooked[index].grad
         return held
+
+    def _left(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what this rank's rows of the gradients hold as a backward begins: nobody has cleared it."""
+        held = ((index, self.parameters[index].grad) for index in range(len(self.parameters)))
+        return ((index, _local(gradient)) for index, gradient in held if gradient is not None)
 
     def share(self) -> list[Slice]:
         return share_of(self.parameters, self._mesh)

@@ -63,6 +63,7 @@ class TorchLoop:
 
     _moments: Moments  # as soon as there is a hook
     hooks: list[int]  # this loop's own, by parameter
+    left: Callable[[], Iterator[tuple[int, Tensor]]] | None = None  # what a step finds where its gradient is put later
 
     def __init__(
         self,
@@ -162,6 +163,8 @@ class TorchLoop:
         self._came.add(index)
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
+            if not self._accumulated and self.left is not None:
+                self._moments.pre_step(self.left, apart=True)
             loss = self._root if self._unscaled is None else self._unscaled
             if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.on_loss_share(loss)

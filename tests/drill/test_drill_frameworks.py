@@ -71,10 +71,17 @@ CELLS = {
         (
             *("bucket-dropped", "aggregate-flip-byte-3", "update-skipped", "division-forgotten"),
             *("gathered-weights-overwritten", "gathered-weights-kept", "decay-where-none-is-set"),
+            "gradients-not-cleared-one-rank",
         ),
     ),
     "fsdp2-bf16": Cell(
-        "fsdp2", "bf16", 2, ("micro-batch-missing", "partition-not-cleared", "applied-factor-4-one-rank")
+        "fsdp2",
+        "bf16",
+        2,
+        (
+            *("micro-batch-missing", "partition-not-cleared", "gradients-not-cleared-one-rank"),
+            "applied-factor-4-one-rank",
+        ),
     ),
     "megatron": Cell(
         "megatron",
