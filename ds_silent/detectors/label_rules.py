@@ -63,7 +63,8 @@ class LabelRulesTest(Detector):
 
     def _follow(self, weights: LabelWeights) -> None:
         low, high = _numbers(weights)
-        off = np.maximum(np.abs(low - self._number), np.abs(high - self._number))
+        with np.errstate(invalid="ignore"):  # of an infinite loss
+            off = np.maximum(np.abs(low - self._number), np.abs(high - self._number))
         same = off <= SAME * self._number
         self._stayed = np.where(same, self._stayed + 1, 1.0 * (high <= low * (1.0 + SAME)))
         broken = (off > OTHER * self._number) & (self._number > 0.0)

@@ -205,7 +205,7 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
     groups = parts_of(shown)
     odd = outvoted(groups)
     those = "; ".join(f"{named(group, len(factors))} applied {shown[group[0]]} times" for group in groups[:4])
-    message = f"Between the reduction and the step the gradient was scaled on the ranks unlike: {those} the aggregate."
+    message = f"Between the reduction and the step the ranks scaled the gradient differently: {those} the aggregate."
     key, remedy = "integrity handed", SCALED_UNLIKE
     found = Finding(key, "aggregation-error", "error", odd, APPLIED, None, None, message, remedy, step, step)
     return replace(found, effects=("replica-drift",))

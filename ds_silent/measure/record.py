@@ -72,17 +72,42 @@ SCALE = 2.0**52
 """Loss scale from which the square of a healthy gradient's norm (up to 4,096) may be more than fp32 holds."""
 
 
-def without_overflow(gathered: Gathered) -> Gathered:
-    """Take a squared norm that only the loss scale has made infinite for what was not seen.
+SMALL = 1e-30
+"""Squared norm, below which fp32 has lost squares of some elements."""
 
-    A GradScaler whose gradients are fp32 doubles its scale up to 2^127. NaN is never made by it.
+
+def within_fp32(gathered: Gathered) -> Gathered:
+    """Take norms from the sketches where fp32 holds these and not the squares; they are known to their error then.
+
+    Where no rank's sketch is sent, a squared norm that only the loss scale has made infinite was not seen. A GradScaler
+    whose gradients are fp32 doubles its scale up to 2^127. NaN is never made by it.
     """
     local, reduced = gathered.local, gathered.reduced
+    if gathered.each is not None:
+        own = gathered.each.sketches.square().sum(dim=1)
+        whole = gathered.aggregate.square().sum() / gathered.ranks
+        if bool(_lost(local.squared, own).any()):
+            local = replace(local, norm_seen=torch.zeros_like(local.norm_seen))
+        if bool(_lost(reduced.squared.sum(), whole)):
+            reduced = replace(reduced, squared=whole.expand(gathered.ranks))
+        gram = gathered.gram
+        if gram is not None and bool(_lost(gram.diagonal(), own).any()):
+            gram = None
+        gathered = replace(gathered, local=local, reduced=reduced, gram=gram)
+        if on_all(local.norm_seen):
+            own = local.squared
+        if bool(torch.isfinite(own).all()) and bool(torch.isfinite(reduced.squared).all()):
+            return gathered
     infinite = bool(torch.isinf(local.squared).any() or torch.isinf(reduced.squared).any())
     if not infinite or float(gathered.loss.scale.abs().max()) < SCALE:
         return gathered
     unseen = torch.zeros_like(local.seen)
     return replace(gathered, local=replace(local, seen=unseen), reduced=replace(reduced, seen=unseen))
+
+
+def _lost(squared: Tensor, sketched: Tensor) -> Tensor:
+    """Whether squares are beyond what fp32 holds, by the squared norm of the sketch."""
+    return (torch.isinf(squared) | (squared < SMALL)) & torch.isfinite(sketched) & (sketched > 0.0)
 
 
 def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:

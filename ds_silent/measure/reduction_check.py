@@ -339,12 +339,16 @@ def applied_partly(gathered: Gathered) -> bool:
 
 
 def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
-    """Return by which factor each rank's script has changed the gradient before the step; None where they are alike.
+    """Return by which factor each rank's script has changed the gradient before the step, beside the loss scale; None
+    where they are alike.
 
     Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
     """
     factors = _factors_of_ranks(gathered, settings)
-    return None if factors is None or factors_alike(factors, factor_tolerance(settings.arithmetic)) else factors
+    if factors is None or factors_alike(factors, factor_tolerance(settings.arithmetic)):
+        return None
+    scale = float(gathered.loss.scale[0]) if settings.arithmetic.handed_unscaled else 1.0
+    return tuple(factor * scale for factor in factors)
 
 
 def handed_on(gathered: Gathered, settings: ReductionSettings) -> HandedOn | None:

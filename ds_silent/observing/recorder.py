@@ -23,7 +23,7 @@ from ds_silent.distributed.places import Places, in_whole
 from ds_silent.exchange.layout import Layout
 from ds_silent.exchange.observation import Gathered
 from ds_silent.measure.evidence import Evidence, ResponseLog
-from ds_silent.measure.record import Context, measure, without_overflow
+from ds_silent.measure.record import Context, measure, within_fp32
 from ds_silent.measure.reduction_check import ReductionChecker, applied_partly
 from ds_silent.measure.row_tracker import RowTracker, row_evidence
 from ds_silent.records import Event, Repair, Severity, StepRecord, declared
@@ -143,7 +143,7 @@ class _Judgement:
             logger.warning(said, self._newest, gathered.step)
             self.begin_anew()
         self._newest = gathered.step
-        gathered = without_overflow(gathered)
+        gathered = within_fp32(gathered)
         record = measure(gathered, self._layout, context)
         coverage, evidence = row_evidence(gathered, self._tracker, context)
         stats, reduction = self.checker.step(gathered, drift, log)

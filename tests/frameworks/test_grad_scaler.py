@@ -79,7 +79,44 @@ def test_a_large_loss_scale_is_no_infinity(power: int, tmp_path: Path) -> None:
     assert run_distributed(train_at, 2, (tmp_path, power, False)) == [True, True]
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     norms = [record["grad_norm"]["aggregated"] for record in read_metrics(tmp_path / "metrics.jsonl")]
-    assert [norm is None for norm in norms] == [power >= 80] * FEW  # not known, and no number of another length
+    plain = tmp_path / "plain"
+    run_distributed(train_at, 2, (plain, 8, False))
+    expected = [record["grad_norm"]["aggregated"] for record in read_metrics(plain / "metrics.jsonl")]
+    assert norms == pytest.approx(expected, rel=0.1 if power >= 80 else 1e-3)  # beyond fp32 by a sketch of 72 numbers
+
+
+def train_times(directory: Path, factor: float, method: str) -> None:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 / factor)
+    block = {"output_dir": str(directory), "tensorboard": False, "direction": {"method": method}}
+    observer = ds_silent.attach(model, block, optimizer=optimizer)
+    assert observer is not None
+    torch.manual_seed(100 + dist.get_rank())
+    for _ in range(FEW):
+        (factor * model(torch.randn(4, 8)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    observer.close()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["sketch", "exact"])
+@pytest.mark.parametrize("factor", [1e21, 1e-23])
+def test_gradients_whose_squares_fp32_cannot_hold_are_neither_infinite_nor_zero(
+    factor: float, method: str, tmp_path: Path
+) -> None:
+    run_distributed(train_times, 2, (tmp_path, factor, method))
+    assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    plain = tmp_path / "plain"
+    run_distributed(train_times, 2, (plain, 1.0, method))
+    for name in ("aggregated", "mean"):
+        found, expected = (
+            [record["grad_norm"][name] for record in read_metrics(path / "metrics.jsonl")] for path in (tmp_path, plain)
+        )
+        assert found == pytest.approx([factor * norm for norm in expected], rel=0.1)  # by a sketch of 72 numbers
+    checked = [record["integrity"]["relative_error"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert max(checked) < 1e-6
 
 
 def test_a_loss_that_is_no_number_is_told_at_such_a_scale(tmp_path: Path) -> None:

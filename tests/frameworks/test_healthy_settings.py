@@ -136,7 +136,7 @@ WRONG = (
     Wrong(_under("clipping-applied", between=clip, clipping=1.0), applied(4.0, 1),
           ("applied 4 times the aggregated gradient", "on rank 1"), (1,)),
     Wrong(_under("clipping-apart", between=clip), clipped_differently(1),
-          ("scaled on the ranks unlike", "rank 1 applied"), (1,)),
+          ("the ranks scaled the gradient differently", "rank 1 applied"), (1,)),
 )  # fmt: skip
 
 
