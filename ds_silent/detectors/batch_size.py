@@ -75,6 +75,16 @@ class BatchSizeTest(Detector):
             "Give every rank's loader the same batch size, or weigh each rank's loss by its rows; look at "
             f"{self._words.batch_size} and at the loader of the rank named."
         )
+        of = dict(zip(rows, extras.micro_batches or (), strict=False))
+        if len(set(of.values())) == 2 and len({taken / most for taken, most in of.items() if most}) == 1:
+            message = (
+                f"{named(odd).capitalize()} {'takes' if len(odd) == 1 else 'take'} {of[other]} micro-batches per "
+                f"measured step, {rest} {of[usual]}, since step {self._since}: {other} rows and not {usual}."
+            )
+            remedy = (
+                "Look for micro-batches that are left out on some ranks: by the number of accumulation steps, by a "
+                "loader that ends early, or by a condition or an exception in the loop."
+            )
         key = f"batch-size:{','.join(map(str, rows))}"
         score = float(max(rows)) / min(rows)
         return [Finding(key, "batch-size-mismatch", "warning", ranks, "rows", score, 1.0, message, remedy, self._since)]

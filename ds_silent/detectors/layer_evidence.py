@@ -205,10 +205,12 @@ class LayerEvidence:
     def _learn(self, step: int, residuals: Array, spreads: Array, peers: Flags) -> None:
         assert self._spreads is not None
         measured = np.isfinite(spreads)
+        measured[:-1] &= spreads[:-1] > 0.0  # a layer that no rank trains yet shows no spread that it may have
         if measured.any():  # one rank alone has no spread, and what was known stays
             at = self._taken % SCALES
             self._spreads[at, measured], self._spread_steps[at] = spreads[measured], step
         at = self._taken % len(self._past)
+        peers = peers & measured[:, None]
         large = np.where(peers, np.exp(residuals), 0.0)
         small = np.where(peers, np.exp(-residuals), 0.0)
         for place, tilted in enumerate((large, large**4, small, small**4)):

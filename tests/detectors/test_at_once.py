@@ -167,6 +167,16 @@ def test_a_fault_that_lasts_is_one_event_and_ends() -> None:
     assert [(e.severity, e.kind) for e in run.steps(30)] == [("info", "outlier-rank")]
 
 
+def test_a_micro_batch_that_is_left_out_is_no_other_batch_size() -> None:
+    run = Run(ranks=3)
+    seen = Evidence(dealt="random", rows_taken=(12, 8, 12), micro_batches=(3, 2, 3))
+    [event] = [event for _ in range(6) for event in run.judge.step(run.record(), seen)]
+    assert (event.kind, event.ranks) == ("batch-size-mismatch", (1,))
+    assert "Rank 1 takes 2 micro-batches per measured step, the others 3, since step 1: 8 rows" in event.message
+    assert "micro-batches that are left out" in event.remedy
+    assert "batch size" not in event.remedy
+
+
 def test_other_batch_sizes_are_told_with_the_fact_and_explain_the_outlier() -> None:
     run, found = Run(), []
     rows = Evidence(dealt="random", rows_taken=(4, 4, 8, 4))

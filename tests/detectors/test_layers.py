@@ -159,6 +159,23 @@ def test_health_is_silent_after_rows_turn_out_to_be_dealt_at_random(ranks: int, 
     assert max(highest) < run.test.scores[0].threshold
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_health_is_silent_after_a_layer_begins_to_be_trained(ranks: int) -> None:
+    highest = []
+    for seed in range(20):
+        run, scores = Layers(ranks, 5, seed=seed), []
+        for step in range(1, 201):
+            values = run.values()
+            if step <= 40:
+                values.log_norms[:, 0] = -np.inf
+                assert values.cosines is not None
+                values.cosines[:, 0] = np.nan
+            run.test.step(step, values, [8.0] * ranks)
+            scores += [score.score for score in run.test.scores]
+        highest.append(max(scores))
+    assert np.quantile(highest, 0.9) < math.log(10 * ranks * 200)  # as in the test above
+
+
 def test_the_evidence_of_one_step_has_expectation_one() -> None:
     """The guarantee itself, exactly: over all permutations of any values, with any past of the same ranks."""
     random, ranks = np.random.default_rng(3), 5
