@@ -240,8 +240,8 @@ class SameOrderTest(Detector):
                 self._noted, self.notes = True, (self._epoch_stays(record, extras.passes_alike),)
             return []
         message = (
-            f"The rows come in the same order in every epoch, as they came {self._rows} rows before"
-            f"{', although the sampler shuffles' * self._promised}: each epoch shows the model the same batches again."
+            f"The rows come in the same order in every pass, as they came {self._rows} rows before"
+            f"{', although the sampler shuffles' * self._promised}: each pass shows the model the same batches again."
         )
         remedy = (
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
