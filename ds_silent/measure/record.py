@@ -82,7 +82,9 @@ def within_fp32(gathered: Gathered) -> Gathered:
     Where no rank's sketch is sent, a squared norm that only the loss scale has made infinite was not seen. A GradScaler
     whose gradients are fp32 doubles its scale up to 2^127. NaN is never made by it.
     """
-    local, reduced = gathered.local, gathered.reduced
+    local, reduced, gram = gathered.local, gathered.reduced, gathered.gram
+    if not bool((_beyond(local.squared).any() | _beyond(reduced.squared.sum())).item()):
+        return gathered  # nearly always
     if gathered.each is not None:
         own = gathered.each.sketches.square().sum(dim=1)
         whole = gathered.aggregate.square().sum() / gathered.ranks
@@ -90,24 +92,24 @@ def within_fp32(gathered: Gathered) -> Gathered:
             local = replace(local, norm_seen=torch.zeros_like(local.norm_seen))
         if bool(_lost(reduced.squared.sum(), whole)):
             reduced = replace(reduced, squared=whole.expand(gathered.ranks))
-        gram = gathered.gram
         if gram is not None and bool(_lost(gram.diagonal(), own).any()):
             gram = None
         gathered = replace(gathered, local=local, reduced=reduced, gram=gram)
-        if on_all(local.norm_seen):
-            own = local.squared
-        if bool(torch.isfinite(own).all()) and bool(torch.isfinite(reduced.squared).all()):
-            return gathered
-    infinite = bool(torch.isinf(local.squared).any() or torch.isinf(reduced.squared).any())
+    norms = local.squared if on_all(local.norm_seen) else torch.zeros(0)
+    infinite = bool(torch.isinf(torch.cat((norms, reduced.squared))).any())
     if not infinite or float(gathered.loss.scale.abs().max()) < SCALE:
         return gathered
     unseen = torch.zeros_like(local.seen)
     return replace(gathered, local=replace(local, seen=unseen), reduced=replace(reduced, seen=unseen))
 
 
+def _beyond(squared: Tensor) -> Tensor:
+    return torch.isinf(squared) | (squared < SMALL)
+
+
 def _lost(squared: Tensor, sketched: Tensor) -> Tensor:
     """Whether squares are beyond what fp32 holds, by the squared norm of the sketch."""
-    return (torch.isinf(squared) | (squared < SMALL)) & torch.isfinite(sketched) & (sketched > 0.0)
+    return _beyond(squared) & torch.isfinite(sketched) & (sketched > 0.0)
 
 
 def measure(gathered: Gathered, layout: Layout, context: Context) -> StepRecord:
