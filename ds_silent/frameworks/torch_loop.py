@@ -35,15 +35,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
 from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
-from ds_silent.frameworks.torch_common import (
-    AppliedGradients,
-    Slice,
-    cut,
-    follow_accelerate,
-    needing_gradient,
-    parameters_of_optimizer,
-    rows_in,
-)
+from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.text import shown
@@ -105,7 +97,7 @@ class TorchLoop:
         patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(parameters):
-            with needing_gradient(parameter):  # another of several optimizers may have its turn
+            with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn
                 patches.hook(parameter.register_hook, partial(gradient, index))
         self.hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
@@ -118,7 +110,7 @@ class TorchLoop:
         patches.wrap_method(scaler, "scale", self._scale)
         patches.wrap_method(scaler, "unscale_", self._unscale)
         patches.wrap_method(scaler, "step", self._scaler_step)
-        follow_accelerate(patches, moments)
+        torch_common.follow_accelerate(patches, moments)
         patches.also(self._forget)
 
     def _forget(self) -> None:
@@ -134,7 +126,7 @@ class TorchLoop:
             self._ended()
             self._inside.clear()
             self._forward_loss = None
-            self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
+            self._rows += self._moments.guard.local(torch_common.rows_in, args, kwargs) or 0
         self._moments.pre_forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
@@ -357,7 +349,7 @@ class TorchFramework(Framework):
 
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
         """Return a piece of a parameter's gradient, as a view if possible."""
-        return cut(gradient, piece)
+        return torch_common.cut(gradient, piece)
 
     def stop_checking(self) -> None:
         """Hide the aggregate from now on."""
