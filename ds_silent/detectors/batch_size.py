@@ -67,23 +67,25 @@ class BatchSizeTest(Detector):
         majority = 2 * count > len(rows)
         ranks = odd if majority else tuple(range(len(rows)))
         rest = "the others" if majority else named(tuple(rank for rank, taken in enumerate(rows) if taken != other))
-        message = (
-            f"{named(odd).capitalize()} {'takes' if len(odd) == 1 else 'take'} {other} rows per measured step, {rest} "
-            f"{usual}, since step {self._since}: their rows do not count alike in the mean."
-        )
-        remedy = (
-            "Give every rank's loader the same batch size, or weigh each rank's loss by its rows; look at "
-            f"{self._words.batch_size} and at the loader of the rank named."
-        )
+        take, since = f"{named(odd).capitalize()} {'takes' if len(odd) == 1 else 'take'}", f"since step {self._since}"
         of = dict(zip(rows, extras.micro_batches or (), strict=False))
         if len(set(of.values())) == 2 and len({taken / most for taken, most in of.items() if most}) == 1:
             message = (
-                f"{named(odd).capitalize()} {'takes' if len(odd) == 1 else 'take'} {of[other]} micro-batches per "
-                f"measured step, {rest} {of[usual]}, since step {self._since}: {other} rows and not {usual}."
+                f"{take} {of[other]} micro-batches per measured step, {rest} {of[usual]}, {since}: {other} rows and "
+                f"not {usual}."
             )
             remedy = (
                 "Look for micro-batches that are left out on some ranks: by the number of accumulation steps, by a "
                 "loader that ends early, or by a condition or an exception in the loop."
+            )
+        else:
+            message = (
+                f"{take} {other} rows per measured step, {rest} {usual}, {since}: their rows do not count alike in the "
+                "mean."
+            )
+            remedy = (
+                "Give every rank's loader the same batch size, or weigh each rank's loss by its rows; look at "
+                f"{self._words.batch_size} and at the loader of the rank named."
             )
         key = f"batch-size:{','.join(map(str, rows))}"
         score = float(max(rows)) / min(rows)

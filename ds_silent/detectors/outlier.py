@@ -118,8 +118,11 @@ class OutlierTest:
 
     def standing(self) -> list[Finding]:
         """Return the findings of ranks flagged already, for a step at which ranks cannot be compared."""
-        told = {rank: flag for rank, flag in self._flagged.items() if flag.severity != "info" or not flag.slight}
-        return [finding_of(rank, flag, bool(self._random)) for rank, flag in told.items()]
+        return [
+            finding_of(rank, flag, bool(self._random))
+            for rank, flag in self._flagged.items()
+            if flag.severity != "info" or not flag.slight
+        ]
 
     def _dealt(self, random: bool) -> None:
         """Drop findings under another null hypothesis."""

@@ -177,8 +177,9 @@ class FSDP2Framework(TorchFramework):
 
     def _left(self) -> Iterator[tuple[int, Tensor]]:
         """Yield what this rank's rows of the gradients hold as a backward begins: nobody has cleared it."""
-        held = ((index, self.parameters[index].grad) for index in range(len(self.parameters)))
-        return ((index, _local(gradient)) for index, gradient in held if gradient is not None)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                yield index, _local(parameter.grad)
 
     def share(self) -> list[Slice]:
         return share_of(self.parameters, self._mesh)

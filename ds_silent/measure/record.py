@@ -71,7 +71,6 @@ class _Gradients:
 SCALE = 2.0**52
 """Loss scale from which the square of a healthy gradient's norm (up to 4,096) may be more than fp32 holds."""
 
-
 SMALL = 1e-30
 """Squared norm, below which fp32 has lost squares of some elements."""
 
@@ -83,7 +82,7 @@ def within_fp32(gathered: Gathered) -> Gathered:
     whose gradients are fp32 doubles its scale up to 2^127. NaN is never made by it.
     """
     local, reduced, gram = gathered.local, gathered.reduced, gathered.gram
-    if not bool((_beyond(local.squared).any() | _beyond(reduced.squared.sum())).item()):
+    if not (bool(_beyond(local.squared).any()) or bool(_beyond(reduced.squared.sum()))):
         return gathered  # nearly always
     if gathered.each is not None:
         own = gathered.each.sketches.square().sum(dim=1)
@@ -95,8 +94,8 @@ def within_fp32(gathered: Gathered) -> Gathered:
         if gram is not None and bool(_lost(gram.diagonal(), own).any()):
             gram = None
         gathered = replace(gathered, local=local, reduced=reduced, gram=gram)
-    norms = local.squared if on_all(local.norm_seen) else torch.zeros(0)
-    infinite = bool(torch.isinf(torch.cat((norms, reduced.squared))).any())
+    infinite = bool(torch.isinf(reduced.squared).any())
+    infinite |= on_all(local.norm_seen) and bool(torch.isinf(local.squared).any())
     if not infinite or float(gathered.loss.scale.abs().max()) < SCALE:
         return gathered
     unseen = torch.zeros_like(local.seen)

@@ -339,16 +339,12 @@ def applied_partly(gathered: Gathered) -> bool:
 
 
 def handed_factors(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
-    """Return by which factor each rank's script has changed the gradient before the step, beside the loss scale; None
-    where they are alike.
+    """Return by which factor each rank's script has changed the gradient before the step; None where they are alike.
 
     Other changes are not compared: what is written to one parameter may lie in one rank's share alone.
     """
     factors = _factors_of_ranks(gathered, settings)
-    if factors is None or factors_alike(factors, factor_tolerance(settings.arithmetic)):
-        return None
-    scale = float(gathered.loss.scale[0]) if settings.arithmetic.handed_unscaled else 1.0
-    return tuple(factor * scale for factor in factors)
+    return None if factors is None or factors_alike(factors, factor_tolerance(settings.arithmetic)) else factors
 
 
 def handed_on(gathered: Gathered, settings: ReductionSettings) -> HandedOn | None:
@@ -361,11 +357,12 @@ def handed_on(gathered: Gathered, settings: ReductionSettings) -> HandedOn | Non
         return None
     scale = float(gathered.loss.scale[0])
     norm = torch.where(seen.handed_seen > 0, seen.handed_squared, seen.squared).sum().sqrt()
-    return HandedOn(statistics.median_low(factors) * scale, float(norm), scale)
+    return HandedOn(statistics.median_low(factors), float(norm), scale)
 
 
 def _factors_of_ranks(gathered: Gathered, settings: ReductionSettings) -> tuple[float, ...] | None:
-    """Return each rank's factor; None where no rank's script has changed the gradient, or by more than a factor."""
+    """Return each rank's factor, without the loss scale; None where no rank's script has changed the gradient, or by
+    more than a factor."""
     seen = gathered.reduced
     moved = seen.handed_seen > 0
     if applied_partly(gathered):
@@ -382,4 +379,4 @@ def _factors_of_ranks(gathered: Gathered, settings: ReductionSettings) -> tuple[
     bound = applied_tolerance(gathered.aggregate, settings.arithmetic, settings.log_rate)
     if bool((torch.where(moved, seen.handed_error, 0.0) > bound**2 * squares.sum()).any()):
         return None
-    return tuple(factors.tolist())
+    return tuple((factors * gathered.loss.scale[0] if settings.arithmetic.handed_unscaled else factors).tolist())
