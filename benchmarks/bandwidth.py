@@ -56,7 +56,7 @@ def works_of(gradients: list[Tensor], kernel: bool) -> dict[str, Callable[[], ob
         accumulator.take()
 
     def together(accumulator: Accumulator) -> None:
-        accumulator.add_all((index, 0, gradient) for index, gradient in enumerate(gradients))
+        accumulator.add_all([(index, 0, gradient) for index, gradient in enumerate(gradients)])
         accumulator.take()
 
     by_torch = Accumulator(plan, offsets, numels)

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from ds_silent import device
 
@@ -83,7 +83,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 def test_on_the_cpu_it_is_what_deepspeed_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.VARIABLE, "cpu")
-    accelerator = get_accelerator()
+    accelerator = CPU_Accelerator()
     assert device.kind() == accelerator.device_name() == "cpu"
     device.seed_all(11)
     assert device.initial_seed() == accelerator.initial_seed() == torch.initial_seed() == 11

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -111,10 +112,9 @@ class LocalGradient:
         Raises:
             SparseGradientError: only some rows of it are there.
         """
-        _refuse_sparse(index, gradient)
+        if gradient.layout is not torch.strided:
+            _refuse_sparse(index)
         together = together and self._together
-        if self._order is not None:  # for the copy and the leftover; the accumulators enter by themselves
-            self._order.enter()
         if self.micro_batches.keeping:
             self.micro_batches.add(index, gradient)
         first = self._fires[index] == 0
@@ -211,12 +211,11 @@ class LocalGradient:
             self.whole.add(index, gradient, previous)
 
 
-def _refuse_sparse(index: int, gradient: Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise SparseGradientError(
-            f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
-            "observed: make its module with sparse=False, if it is to be"
-        )
+def _refuse_sparse(index: int) -> NoReturn:
+    raise SparseGradientError(
+        f"the gradient of trainable parameter {index} is sparse on rank {dist.get_rank()}, which cannot be "
+        "observed: make its module with sparse=False, if it is to be"
+    )
 
 
 class WholeGradient:

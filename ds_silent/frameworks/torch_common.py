@@ -204,11 +204,6 @@ def needing_gradient(parameter: Any) -> Iterator[None]:
         parameter.requires_grad_(needed)
 
 
-def is_changed_behind(parameter: Any, hook: int) -> bool:
-    """Tell whether other hooks may change the gradient behind this one, until it accumulates (torch 2.4 to 2.13)."""
-    return next(reversed(parameter._backward_hooks)) != hook or bool(parameter._post_accumulate_grad_hooks)
-
-
 def parameters_of_optimizer(optimizer: Any) -> set[int]:
     """Return the ids of what it steps."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -364,7 +364,8 @@ class TorchFramework(Framework):
         return self.loop.is_boundary()
 
     def is_changed_behind(self, index: int) -> bool:
-        return torch_common.is_changed_behind(self.hooked[index], self.loop.hooks[index])
+        parameter, own = self.hooked[index], self.loop.hooks[index]  # torch 2.4 to 2.13
+        return next(reversed(parameter._backward_hooks)) != own or bool(parameter._post_accumulate_grad_hooks)
 
     def accumulated(self, index: int) -> Tensor | None:
         return None if index in self.loop.frozen else self.parameters[index].grad

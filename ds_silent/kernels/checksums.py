@@ -48,9 +48,12 @@ class Replica:
 
 
 class Checksums:
-    """(n,) int64 checksums of n tensors of fixed sizes in bytes, in two kernels per tensor and a few for all."""
+    """(n,) int64 checksums of n tensors of fixed sizes in bytes, in two kernels per tensor and a few for all.
 
-    def __init__(self, sizes: Sequence[int], device: torch.device):
+    ``by_torch``: by torch's operations, whatever is chosen for the device.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, by_torch: bool = False):
         self._places: list[tuple[int, int, int]] = []  # first row, whole rows, words of the last row
         owners: list[int] = []
         numbers: list[int] = []
@@ -68,7 +71,7 @@ class Checksums:
         self._rows = torch.zeros(len(owners), dtype=torch.int64, device=device)
         self._last_words = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         self._last_key = int(keys[0])
-        by = choice(device).by if sizes else "torch"
+        by = "torch" if by_torch or not sizes else choice(device).by
         self._together = FusedChecksums(sizes, device) if by == "triton" else None
         self._compiled = compiled() if by == "compiled" else None
         self._sizes, self._keys = list(sizes), keys
@@ -178,27 +181,38 @@ class FusedChecksums:
 
 
 class Bits:
-    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices."""
+    """(n,) int64 checksums of a list of tensors, planned once for their sizes and devices.
 
-    def __init__(self) -> None:
+    They are made on the training's device, so that no device is waited for. What lies on the host beside it is little,
+    such as Adam's step: torch reads it, because the host's functions would have to be compiled first, which takes 5 s.
+
+    Args:
+        device: the training's; by default that of the first tensor that is not on the host.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._sizes: tuple[tuple[int, torch.device], ...] = ()
-        self._plans: list[tuple[list[int], Tensor, Checksums]] = []  # which ones, the same on the first's device
+        self._plans: list[tuple[list[int], Tensor, Checksums]] = []  # which ones, the same on the values' device
 
     def __call__(self, items: Items) -> Tensor:
-        """Return them on the first tensor's device."""
+        """Return them on the training's device."""
         tensors = [tensor for _, tensor in items]
         sizes = tuple((tensor.numel() * tensor.element_size(), tensor.device) for tensor in tensors)
+        devices = dict.fromkeys(device for _, device in sizes)
+        home = self._device or next((one for one in devices if one.type != "cpu"), tensors[0].device)
         if sizes != self._sizes:
             self._sizes, self._plans = sizes, []
-            for device in dict.fromkeys(device for _, device in sizes):
+            for device in devices:
                 places = [place for place, (_, own) in enumerate(sizes) if own == device]
-                there = placed(torch.tensor(places), tensors[0].device)
-                self._plans.append((places, there, Checksums([sizes[place][0] for place in places], device)))
+                beside = device.type == "cpu" != home.type
+                checksums = Checksums([sizes[place][0] for place in places], device, by_torch=beside)
+                self._plans.append((places, placed(torch.tensor(places), home), checksums))
         if len(self._plans) == 1:
-            return self._plans[0][2](tensors)
-        values = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+            return placed(self._plans[0][2](tensors), home)
+        values = torch.zeros(len(tensors), dtype=torch.int64, device=home)
         for places, there, checksums in self._plans:
-            values[there] = placed(checksums([tensors[place] for place in places]), values.device)
+            values[there] = placed(checksums([tensors[place] for place in places]), home)
         return values
 
 

@@ -155,8 +155,8 @@ class Replicas:
 
     def __init__(self, parameters: Items, others: Callable[[], Items], history: int):
         self._parameters, self._others = list(parameters), others
-        self._bits, self._bits_of_others = Bits(), Bits()
-        device = self._parameters[0][1].device if self._parameters else None
+        device = self._parameters[0][1].device if self._parameters else torch.device("cpu")
+        self._bits, self._bits_of_others = Bits(device), Bits(device)
         self._history = torch.zeros(max(1, history), len(self._parameters), dtype=torch.int64, device=device)
         self._steps = [-1] * len(self._history)
         self._newest = -1  # slot
@@ -176,7 +176,7 @@ class Replicas:
         ``whole``: else that of the parameters, which has been made.
         """
         others = list(self._others()) if whole else []
-        rest = [self._bits_of_others(others).to(self._history.device)] if others else []
+        rest = [self._bits_of_others(others)] if others else []
         values = torch.cat((self._history[self._newest], *rest))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
         return combined(values)

@@ -240,7 +240,7 @@ def test_the_accumulator_tells_the_same_with_and_without_the_kernel(by_layer: bo
             torch.testing.assert_close(squares, our_squares, rtol=1e-6, atol=0)
             parts = [(i, 0, random(n, [torch.float32, bf16][i % 2], i)) for i, n in enumerate(numels)]
             for each in (plain, fused):
-                each.add_all(iter(parts))
+                each.add_all(iter(parts) if step else parts)
             (sketches, squares), (ours, our_squares) = plain.take(), fused.take()
             torch.testing.assert_close(sketches, ours, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(squares, our_squares, rtol=1e-6, atol=0)

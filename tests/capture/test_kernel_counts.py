@@ -126,15 +126,16 @@ def test_of_the_kernel_from_hooks(launched: Launches) -> None:
     assert beside <= 0.23 * 2 * sum(NUMELS)
 
 
-def test_of_the_kernel_where_tensors_come_together(launched: Launches) -> None:
-    """The aggregate's share and the applied one: small tensors share a launch."""
+@pytest.mark.parametrize(("held", "launches"), [(True, 1), (False, 41)])
+def test_of_the_kernel_where_tensors_come_together(launched: Launches, held: bool, launches: int) -> None:
+    """A list, whose tensors the caller holds, is one launch; of parts that come one by one, small ones share one."""
     plan, offsets = plan_and_offsets()
     accumulator = FusedAccumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True)
     parts = [(index, 0, torch.empty(shape, dtype=torch.bfloat16, device=META)) for index, shape in enumerate(SHAPES)]
     for _ in range(2):
-        accumulator.add_all(parts)
+        accumulator.add_all(parts if held else iter(parts))
     assert accumulator.refused is None
-    assert launched.count == 2 * 41
+    assert launched.count == 2 * launches
     assert launched.bytes / 2 <= 0.073 * 2 * sum(NUMELS)
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import ds_silent
 from ds_silent.distributed.parts import parts_of
-from ds_silent.kernels.checksums import SCRATCH, Checksums, checksum, combined
+from ds_silent.kernels import checksums
+from ds_silent.kernels.checksums import SCRATCH, Bits, Checksums, checksum, combined
+from ds_silent.kernels.launches import Choice
 from ds_silent.maths.mixing import ROW, keys_of, word_keys
 from ds_silent.replicas.compare import Replicas
 from ds_silent.sinks.jsonl import read_events
@@ -50,6 +52,19 @@ def test_checksum_is_its_formula_and_sees_every_bit(numel: int, dtype: torch.dty
             changed = raw.clone()
             changed[place] ^= 1 << bit
             assert int(checksum(changed.view(dtype))) != right
+
+
+def test_of_a_training_on_a_device_nothing_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam keeps its step on the host and its moments on the device. The host would wait for these; and to read a step
+    of 4 bytes it would compile its functions, for 5 s at step 100."""
+    meta, chosen = torch.device("meta"), []
+    monkeypatch.setattr(checksums, "choice", lambda device: chosen.append(device.type) or Choice("torch", ""))
+    step, moments = ("step", torch.ones(1)), ("exp_avg", torch.empty(64, device=meta))
+    assert Bits()([step, moments]).device == meta
+    assert Bits(meta)([step]).device == meta
+    assert chosen == ["meta"]
+    assert Bits()([step]).device.type == "cpu"
+    assert chosen == ["meta", "cpu"]
 
 
 @pytest.mark.parametrize("numel", [64, 40_000, 3 * 4 * ROW])
