@@ -53,6 +53,7 @@ class Moments:
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., bool | None]  # (parameter, gradient) of a micro-batch; whether on_accumulated is to come
+    is_measured: Callable[[], bool]  # (): the step under way is; else a backward's first gradient is all that it needs
     on_accumulated: Callable[..., object]  # (*anything) what hooks have seen has been, and is not reduced yet
     post_backward: Callable[..., bool | None]  # (*anything) a backward has ended; whether exact products are due
     post_reduction: Callable[..., object]  # (again=False): the aggregate is there, and the script has not seen it yet

@@ -153,6 +153,8 @@ class TorchLoop:
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
         self._came.add(index)
+        if self._open and not self._moments.is_measured():
+            return
         if not self._open:
             self._open, self._boundary = True, self._synchronises()
             if not self._accumulated and self.left is not None:

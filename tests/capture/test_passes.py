@@ -197,3 +197,24 @@ def test_an_unmeasured_step_reads_nothing_and_calls_no_kernel_in_any_micro_batch
     for rank in run_distributed(steps_of, 2, (str(tmp_path), framework, 10, 2, 12)):
         assert [step for step, micros in enumerate(rank, 1) if micros != [({}, {}), ({}, {})]] == [10]
         assert rank[9][0] == ({}, {})
+
+
+def gradients_taken(directory: str) -> list[int]:
+    """How many gradients the hooks hand on in each of 3 steps, of which the second is measured."""
+    handed, taken, original = [0], [], StepMoments.gradient
+
+    def gradient(moments: StepMoments, index: int, values: Tensor) -> bool:
+        handed[0] += 1
+        return original(moments, index, values)
+
+    StepMoments.gradient = gradient  # type: ignore[method-assign]
+    micro_step, _ = in_ddp({"output_dir": directory, "interval": 2, "tensorboard": False}, accumulation=1)
+    for _ in range(3):
+        handed[0] = 0
+        micro_step(True)
+        taken.append(handed[0])
+    return taken
+
+
+def test_an_unmeasured_step_takes_its_first_gradient_alone(tmp_path: Path) -> None:
+    assert run_distributed(gradients_taken, 2, (str(tmp_path),)) == 2 * [[1, 13, 1]]
