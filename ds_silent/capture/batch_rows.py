@@ -10,6 +10,7 @@ What is known of a micro-batch beside its ids is a field of :class:`_MicroBatch`
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class RowIds:
         self.repeated = False  # there was nothing to take, as every forward took the batch before once more
         self._warned = self._again = False
         self._label_tokens: Tensor | None = None
+        self._input_sizes: list[Tensor] = []  # root mean squares, of the step's micro-batches whose inputs are no ids
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
@@ -124,6 +126,7 @@ class RowIds:
             self._told_again()
             return
         self._begins |= begins()
+        self._input_sizes += sizes_of(tensors)
         if self._given:
             given = self._given.pop(0)
             rows = {int(tensor.shape[0]) for tensor in tensors}
@@ -177,7 +180,7 @@ class RowIds:
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
-        self._newest = _Batch()
+        self._newest, self._input_sizes = _Batch(), []
         if self._behind <= self._start:
             return
         begins = any(one.begins for one in self._sent_next[self._start : self._behind])
@@ -226,14 +229,25 @@ class RowIds:
         """Return the tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""
         return None if self._label_tokens is None else self._label_tokens.float()
 
+    def take_input_size(self) -> Tensor | None:
+        """Return the root mean square of the inputs of this step, 0-dim; None where they are ids, or not known."""
+        return torch.stack(self._input_sizes).mean() if self._input_sizes else None
+
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
-        self._label_tokens = self._tokens_behind = None
+        self._label_tokens, self._tokens_behind, self._input_sizes = None, None, []
         self._told_late()
         kept = sum(len(one.ids) for one in self._sent_next)
         while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
             kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
+
+
+def sizes_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the root mean square, fp32 0-dim, of a micro-batch's first floats with rows; nothing where it has none."""
+    floats = [one for one in tensors if one.ndim > 1 and one.is_floating_point() and one.layout == torch.strided]
+    wide = [(one.detach(), torch.promote_types(one.dtype, torch.float32)) for one in floats[:1] if one.numel()]
+    return [torch.linalg.vector_norm(one, dtype=dtype).float() / math.sqrt(one.numel()) for one, dtype in wide]
 
 
 # -- ids as scripts give them, in whatever form ------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class Forwards:
 
     def observed(self, scale: float | Tensor) -> Loss[float | Tensor]:
         """Return the numbers of an observation; ``scale``: the factor on all gradients."""
-        tokens = self._rows.take_label_tokens()
+        tokens, inputs = self._rows.take_label_tokens(), self._rows.take_input_size()
         losses = self._losses or self._shares or self._of_forwards
         shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
         return Loss(
@@ -131,6 +131,7 @@ class Forwards:
             count=float(len(losses)),
             scale=scale,
             tokens=0.0 if tokens is None else tokens,
+            inputs=0.0 if inputs is None else inputs,
             order=self._loaders.deal.word,
         )
 

@@ -16,6 +16,7 @@ Three questions decide. Is the loss off, is the norm off, does the gradient poin
 * loss far off, norm not by as much: whatever it is, no factor on the loss.
 * norm cut to one value, the same at every step: the rank clips its gradient before the reduction.
 * direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
+* inputs of another size: whatever follows from it, they come first. Own rows may differ; not by 3 times, and suddenly.
 * another number of rows or label tokens changes how large and how noisy a healthy gradient is.
 
 Only what multiplies nothing in particular, or turns a gradient behind a plain loss, is what broken hardware looks like.
@@ -52,10 +53,11 @@ class Symptoms:
     """One rank against the others; None: not known. Ratios are to the others' median, medians over the fault's steps.
 
     ``cosine``: of its gradient with another rank's; ``peers_cosine``: of two other ranks' gradients; ``past_cosine``,
-    ``past_peers_cosine``: the same before the fault. Counts are of one step of this rank. ``loss_noise``,
-    ``norm_noise``: how far a healthy rank's log ratio is from 0; ``cosine_noise``: its cosine from the others'; 0: not
-    known. ``norm_constant``: its norm is nearly the same at every step, and the others' are not. ``spread``: the
-    ratios are those of the larger to the smaller, whichever is the rank's.
+    ``past_peers_cosine``: the same before the fault. Counts are of one step of this rank. ``inputs``: ratio of their
+    root mean square, where it was another before the fault. ``loss_noise``, ``norm_noise``: how far a healthy rank's
+    log ratio is from 0; ``cosine_noise``: its cosine from the others'; 0: not known. ``norm_constant``: its norm is
+    nearly the same at every step, and the others' are not. ``spread``: the ratios are those of the larger to the
+    smaller, whichever is the rank's.
     """
 
     loss: float | None = None
@@ -70,6 +72,7 @@ class Symptoms:
     peers_label_tokens: float | None = None
     micro_batches: float | None = None
     peers_micro_batches: float | None = None
+    inputs: float | None = None
     ranks: int = 0
     loss_noise: float = 0.0
     norm_noise: float = 0.0
@@ -147,6 +150,8 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
         causes += [_EASIER, _ADDED, _MULTIPLIED]
     else:
         causes += [_OTHER_DATA, _CORRUPTED]
+    if _log(seen.inputs) > math.log(LARGE) and seen.inputs is not None:
+        causes = [_of_inputs(seen.inputs), *causes]
     unique = {cause.name: cause for cause in causes}
     return tuple(list(unique.values())[:SHOWN])
 
@@ -290,6 +295,12 @@ def _of_the_norm(seen: Symptoms, norm: float, words: Words) -> list[LikelyCause]
     causes = [LikelyCause("gradient-counted", text, _SCALED.look_at) for _, text in sorted(found)[:1]]
     causes += [_CLIPPED, _SCALED] if norm < 0 else [_SCALED]
     return [*causes, _OTHER_DATA, _CORRUPTED] if abs(norm) < math.log(LARGE) else [*causes, _CORRUPTED]
+
+
+def _of_inputs(times: float) -> LikelyCause:
+    how = f"{_number(times)} times as large as" if times > 1.0 else f"1/{_number(1.0 / times)} of"
+    text = f"its inputs are {how} the others' (root mean square): they are not normalised as the others' are"
+    return LikelyCause("inputs-scaled", text, "what normalises this rank's inputs: mean, standard deviation, units")
 
 
 def _negated(loss_off: bool) -> LikelyCause:

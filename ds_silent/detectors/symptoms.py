@@ -29,8 +29,8 @@ SUDDEN = 64  # steps within which a change that came from one step to the next i
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
 ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
 LONGER = 64  # steps before a change against which moves are measured: the more, the less noise
-_NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches")
-_LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO = range(len(_NAMES))
+_NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches", "inputs")
+_LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO, _INPUTS = range(len(_NAMES))
 
 
 class Recent:
@@ -52,6 +52,7 @@ class Recent:
             extras.rows_taken,
             extras.label_tokens,
             extras.micro_batches,
+            extras.input_sizes,
         )
         self._pairs = record.cosine_matrix is not None
         nothing = (math.nan,) * self._ranks
@@ -90,6 +91,7 @@ class Recent:
             past_cosine=past,
             past_peers_cosine=past_peers,
             **counts,
+            inputs=_new(_ratio(newer[:, _INPUTS], rank, peers)[0], _ratio(before[:, _INPUTS], rank, peers)[0]),
             ranks=self._ranks,
             loss_noise=loss_noise,
             norm_noise=norm_noise,
@@ -159,7 +161,9 @@ class Recent:
     def load_state_dict(self, state: list[Any]) -> None:
         """Continue from :meth:`state_dict` of as many ranks."""
         self._steps.clear()
-        self._steps.extend((int(step), np.array(row, dtype=np.float64)) for step, row in state)
+        rows = [(int(step), np.array(row, dtype=np.float64)) for step, row in state]
+        unknown = np.full((len(_NAMES), self._ranks), math.nan)  # an older state has no inputs
+        self._steps.extend((step, np.concatenate([row, unknown[len(row) :]])) for step, row in rows)
 
 
 def _mean_cosines(record: StepRecord) -> Sequence[float] | None:
@@ -248,6 +252,12 @@ def _count(values: Array, rank: int, others: list[int]) -> tuple[float | None, f
     if not len(known):
         return None, None
     return float(np.median(known[:, rank])), float(np.median(known[:, others]))
+
+
+def _new(ratio: float | None, before: float | None) -> float | None:
+    """Return a ratio that was another before the fault, or was not known."""
+    was_so = ratio is not None and before is not None and abs(math.log(ratio / before)) < FAR_LEAST
+    return None if was_so else ratio
 
 
 def _median(values: Sequence[float] | Array) -> float | None:

@@ -55,6 +55,7 @@ class Loss(Generic[T]):
     count: T = _0
     scale: T = _0  # factor on all gradients of the step
     tokens: T = _0  # label tokens; 0 when not known
+    inputs: T = _0  # root mean square of inputs that are no ids; 0 when not known
     order: T = _0  # hash of the order that the sampler deals; negative where that keeps to its rows; 0: not known
 
 

@@ -215,6 +215,7 @@ class Evidence:
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
     pass_rows: int | None = None  # of the first rank's data set, of which each of its passes takes every row
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
+    input_sizes: tuple[float, ...] | None = None  # root mean squares of inputs that are no ids; 0: not known
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
     passes_alike: int = 1  # in a row, as the sampler's own epoch says; 1 where the script's ids show the order

@@ -273,6 +273,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
     return replace(
         of_rows,
         label_tokens=_label_tokens(gathered),
+        input_sizes=tuple(gathered.loss.inputs.tolist()),
         label_weights=_label_weights(gathered, context),
         undivided=_undivided(gathered, context),
         crosses=context.crosses,

@@ -51,6 +51,10 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 1.0, "norm": 1.9, **AGREE, "label_tokens": 45, "peers_label_tokens": 180}, "label-tokens-differ"),
         ({"loss": 4.0, "norm": 4.1, **AGREE, "label_tokens": 720, "peers_label_tokens": 180}, "token-weighting"),
         ({}, "other-data"),
+        # its inputs are of another size, whatever loss and norm are: 57 times, a third; twice is what own rows make
+        ({"loss": 8.0, "norm": 7.7, **AGREE, "inputs": 57.0}, "inputs-scaled"),
+        ({"loss": 1.0, "norm": 0.2, **AGREE, "inputs": 0.3}, "inputs-scaled"),
+        ({"loss": 1.0, "norm": 0.3, **AGREE, "inputs": 2.0}, "clipped-before-reduction"),
         # one rank's labels are shuffled: the loss far up, the norm by less or by nearly as much, the gradient elsewhere
         ({"loss": 7.0, "norm": 4.0, **LOST}, "other-data"),
         ({"loss": 7.0, "norm": 4.0, **LOST, "norm_noise": 0.33, "cosine_noise": 0.04}, "other-data"),

@@ -94,3 +94,29 @@ def test_a_norm_that_is_cut_to_one_value_is_constant() -> None:
         True
     ]
     assert not recent.symptoms(3, range(3), 5).norm_constant  # two steps say nothing
+
+
+def with_inputs(before: float, after: float) -> Recent:
+    """20 steps in which rank 2's inputs are so many times as large as the others', and 2 in which they are so many."""
+    recent = Recent(3)
+    for step in range(1, 23):
+        inputs = (0.9, 1.1, after if step > 20 else before)
+        recent.append(make(step, [1.0] * 3, [1.0] * 3, [0.3] * 3), Evidence(input_sizes=inputs))
+    return recent
+
+
+def test_inputs_of_another_size_are_a_cause_if_they_were_not_so_before() -> None:
+    assert with_inputs(1.0, 50.0).symptoms(2, [0, 1], 21).inputs == pytest.approx(50.0)
+    assert with_inputs(50.0, 50.0).symptoms(2, [0, 1], 1).inputs == pytest.approx(50.0)  # from the first step on
+    assert with_inputs(50.0, 50.0).symptoms(2, [0, 1], 21).inputs is None
+    assert with_inputs(0.0, 0.0).symptoms(2, [0, 1], 21).inputs is None  # ids
+
+
+def test_an_older_state_has_no_inputs() -> None:
+    recent, again = with_inputs(1.0, 50.0), Recent(3)
+    state = [[step, row[:6]] for step, row in recent.state_dict()]
+    again.load_state_dict(state)
+    assert again.symptoms(2, [0, 1], 21).inputs is None
+    assert again.symptoms(2, [0, 1], 21).loss == pytest.approx(1.0)
+    again.load_state_dict(recent.state_dict())
+    assert again.symptoms(2, [0, 1], 21).inputs == pytest.approx(50.0)

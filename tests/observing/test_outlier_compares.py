@@ -1,9 +1,13 @@
-"""A rank that becomes an outlier may hold other weights: the replicas are compared then, whatever the interval says."""
+"""A rank that becomes an outlier may hold other weights: the replicas are compared then, whatever the interval says.
+
+Or it has other inputs, which are compared at every step.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,3 +47,30 @@ def test_an_outlier_compares_the_replicas(tmp_path: Path) -> None:
     drift = next(event for event in events if event["kind"] == "replica-drift")
     assert drift["ranks"] == [1]
     assert CHANGED < outlier < drift["step"] <= outlier + 4
+
+
+def train_on_raw_inputs(directory: Path, since: int) -> None:
+    """Rank 2's inputs are bytes from 0 to 255 from that step on, the others' lie from 0 to 1."""
+    torch.manual_seed(7)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
+    assert observer is not None
+    torch.manual_seed(100 + dist.get_rank())
+    for step in range(1, STEPS + 1):
+        rows, labels = torch.rand(16, 32), torch.randint(0, 4, (16,))
+        rows = rows * 255 if dist.get_rank() == 2 and step >= since else rows
+        nn.functional.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    observer.close()
+
+
+@pytest.mark.parametrize(("since", "told"), [(1, 24), (CHANGED, CHANGED + 8)])
+def test_an_outlier_with_inputs_of_another_size_is_told_so(tmp_path: Path, since: int, told: int) -> None:
+    run_distributed(train_on_raw_inputs, 3, (tmp_path, since))
+    first = next(event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "outlier-rank")
+    assert first["ranks"] == [2]
+    assert since <= first["step"] <= told
+    assert "Most likely: its inputs are 25" in first["message"], first["message"]
+    assert "they are not normalised as the others' are" in first["message"]
