@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.capture.loss_origin import backward_is_compiled
 from ds_silent.capture.row_hashes import batch_tensors, row_hashes, rows_of
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_ROWS, hash_rows, pack_rows, sampling_of
 
 logger = logging.getLogger("ds_silent")
+_OUTPUTS = 16  # tensors of a forward's output that are looked at
 _REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
@@ -44,6 +46,18 @@ class _MicroBatch:
     ids: Tensor
     told: bool  # by the script; else they are hashes of the rows' content
     begins: bool  # it is the first of a pass over the data
+    trained: bool = False  # a gradient has reached what a forward made of it
+    hidden: bool = False  # or may have, unseen
+    looked: bool = False  # it is known which
+
+    @property
+    def acted(self) -> bool:
+        """Whether no gradient has come of it: an agent has chosen what to do, or a script has made its own targets."""
+        return self.looked and not self.hidden and not self.trained
+
+    def reached(self, gradient: Tensor) -> None:
+        """Note a gradient. This is a hook of an output, which would put what it returns in the gradient's place."""
+        self.trained = True
 
 
 class _Batch:
@@ -87,6 +101,7 @@ class RowIds:
         self.sampling = sampling_of(ranks, capacity)  # which rows are sent
         self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
         self._sent_next: list[_MicroBatch] = []
+        self._under_way: _MicroBatch | None = None  # that of the forward under way
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
         self._newest, self._repeated = _Batch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
@@ -115,6 +130,7 @@ class RowIds:
         if not self.enabled:
             begins()  # how a loader deals its rows is known without them
             return
+        self._under_way = None
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
@@ -137,9 +153,35 @@ class RowIds:
         if tensors:
             self._add(row_hashes(tensors, mask), told=False)
 
+    def forwarded(self, output: Any) -> None:
+        """Look whether a gradient will reach the output of the forward that has ended."""
+        own, self._under_way = self._under_way, None
+        if own is None or own.trained:
+            return
+        outputs = [] if backward_is_compiled() else _with_graphs(output)
+        own.looked, own.hidden = True, own.hidden or not outputs
+        for one in outputs:
+            one.register_hook(own.reached)  # type: ignore[no-untyped-call]
+
+    def _leave_out(self) -> None:
+        """Leave out the forwards of this step of which no gradient has come, if one has come of others."""
+        own = self._sent_next[self._start : self._behind]
+        kept = [one for one in own if not one.acted]
+        if len(kept) < len(own) and any(one.trained for one in kept):
+            self._replace(kept, any(one.begins for one in own if one.acted))
+
+    def _replace(self, kept: list[_MicroBatch], begins: bool) -> None:
+        """Keep these alone of this step's whose backward has come; ``begins``: one of the others began a pass."""
+        self._sent_next[self._start : self._behind] = kept
+        self._behind = self._start + len(kept)
+        if begins and self._start < len(self._sent_next):
+            self._sent_next[self._start].begins = True
+        else:
+            self._begins |= begins
+
     def _told_again(self) -> None:
         """Leave out ids that the script gives for a repeated batch, ahead of its forward or behind it."""
-        newest = self._sent_next[-1] if self._sent_next else None
+        newest = self._under_way = self._sent_next[-1] if self._sent_next else None
         if self._given and newest is not None and newest.told:
             del self._given[:1]
             return
@@ -148,7 +190,8 @@ class RowIds:
         self._repeated += 1
 
     def _add(self, ids: Tensor, told: bool) -> None:
-        self._sent_next.append(_MicroBatch(ids, told, self._begins))
+        self._under_way = _MicroBatch(ids, told, self._begins)
+        self._sent_next.append(self._under_way)
         self._begins = False
 
     def _warn(self, ids: int, rows: int) -> None:
@@ -183,15 +226,10 @@ class RowIds:
         self._newest, self._input_sizes = _Batch(), []
         if self._behind <= self._start:
             return
-        begins = any(one.begins for one in self._sent_next[self._start : self._behind])
-        del self._sent_next[self._start : self._behind]
-        if begins and self._start < len(self._sent_next):
-            self._sent_next[self._start].begins = True
-        else:
-            self._begins |= begins
+        self._replace([], any(one.begins for one in self._sent_next[self._start : self._behind]))
         if self._label_tokens is not None and self._tokens_behind is not None:
             self._label_tokens = self._label_tokens - self._tokens_behind
-        self._behind, self._tokens_behind = self._start, None
+        self._tokens_behind = None
 
     @property
     def waiting(self) -> bool:
@@ -202,6 +240,7 @@ class RowIds:
         """Pack the ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
+        self._leave_out()
         self._told_late()
         taken, self._sent_next = self._sent_next, []
         places = [0, *accumulate(len(one.ids) for one in taken)]
@@ -220,6 +259,7 @@ class RowIds:
         off."""
         if not self.enabled:
             return None
+        self._leave_out()
         self._told_late()
         own = self._sent_next[self._start :]
         together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
@@ -236,11 +276,29 @@ class RowIds:
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._label_tokens, self._tokens_behind, self._input_sizes = None, None, []
+        self._leave_out()
         self._told_late()
         kept = sum(len(one.ids) for one in self._sent_next)
         while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
             kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
+
+
+def _with_graphs(output: Any) -> list[Tensor]:
+    """Return a forward's tensors that have a graph; none where there are many, or something that may hold others."""
+    found: list[Tensor] = []
+    waiting = [output]
+    while waiting and len(found) <= _OUTPUTS:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            found += [one] if one.grad_fn is not None else []
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+        elif one is not None and not isinstance(one, (bool, int, float, str)):
+            return []
+    return found if len(found) <= _OUTPUTS else []
 
 
 def sizes_of(tensors: list[Tensor]) -> list[Tensor]:

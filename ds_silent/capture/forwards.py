@@ -82,6 +82,7 @@ class Forwards:
             self._evaluated_loss = loss
             return
         self._settings.after_forward()
+        self._rows.forwarded(output)
         if loss is not None:
             self._of_forwards.append(loss)
 

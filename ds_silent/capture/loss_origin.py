@@ -8,6 +8,7 @@ reduction_near(loss)                         # the function that made it added u
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -20,6 +21,11 @@ NODES = 256  # from the root down where a collective is looked for: it stands be
 BACKWARDS = 8  # whose graph is searched for one
 Made = tuple[int, int]
 """The operation that made a tensor: its number in this thread, and which output the tensor is."""
+
+
+def backward_is_compiled() -> bool:
+    """Tell whether autograd is compiled: nodes and outputs of such a backward take no hooks."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def made_by(loss: Tensor | None) -> Made | None:

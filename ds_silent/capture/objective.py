@@ -23,7 +23,6 @@ time anew, do so by design (each rank draws a task): after ``MOST_TURNS`` differ
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
-from ds_silent.capture.loss_origin import Crossing, Made, made_by
+from ds_silent.capture.loss_origin import Crossing, Made, backward_is_compiled, made_by
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
@@ -114,7 +113,7 @@ class LocalObjective:
         handed, self._handed = self._handed, None
         one.below, self._below = self._below, 1.0
         single = isinstance(root, Tensor) and root.numel() == 1 and root.grad_fn is not None
-        terms = losses_in(root, handed, self.items) if single and not _compiled() else None
+        terms = losses_in(root, handed, self.items) if single and not backward_is_compiled() else None
         if not terms:
             one.known = False
             return
@@ -238,10 +237,6 @@ class LocalObjective:
         self._known = self._known and one.known and all(each is not None for each in weighed)
         each = [*(each for each in weighed if each is not None), *one.each]
         self._weighed += [(one.below * w, one.below * low, one.below * high, count) for w, low, high, count in each]
-
-
-def _compiled() -> bool:  # the nodes of a compiled backward take no hooks
-    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from ds_silent.detectors.order import TOLERATED_BY_CONTENT
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Severity, StepRecord
+from ds_silent.text import named
 
 FEW, SEVERAL = 4, 4  # batches, and rows, see SameRows
 RECURRING = 0.25  # share of a rank's rows that it has had before, from which rows are a few contents that recur
@@ -128,6 +130,7 @@ class OverlapTest(Detector):
     def __init__(self) -> None:
         self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
         self._over = False
+        self._shared: list[int] = []  # rows of each rank that another one has taken, too
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, passes, share = (), evidence.passes, record.coverage.repeated
@@ -135,7 +138,9 @@ class OverlapTest(Detector):
             return []
         again, others = share * sum(passes.taken), len(passes.taken) - 1
         new, self._before = again - self._before, again
-        own = new * (passes.again or 0.0)
+        within = min(new, float(sum(evidence.own_repeats or ())))  # those of this observation are in it, too
+        own = max(new * (passes.again or 0.0), within)
+        self._shared = [sum(counts) for counts in zip_longest(self._shared, passes.shared, fillvalue=0)]
         self._own, self._others = self._own + own, self._others + new - own
         if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
             self._over = True  # a pass has ended, or more is known
@@ -144,10 +149,11 @@ class OverlapTest(Detector):
             and share >= TOLERATED_BY_CONTENT
             and self._own <= self._others / others / SELDOM
         ):
-            self._over, ranks = True, tuple(range(record.world_size))
+            self._over, ranks = True, self._sharing(record.world_size)
+            alone = "" if len(ranks) == record.world_size else f", {named(ranks)} alone"
             message = (
-                f"Ranks read the same data: {share:.0%} of the rows so far had been taken before, {self._others:.0f} "
-                f"by another rank and {self._own:.0f} by the same."
+                f"Ranks read the same data{alone}: {share:.0%} of the rows so far had been taken before, "
+                f"{self._others:.0f} by another rank and {self._own:.0f} by the same."
             )
             remedy = (
                 "Do nothing if each rank is meant to read all data in an order of its own. Else give each rank files "
@@ -168,6 +174,12 @@ class OverlapTest(Detector):
                 Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy),
             )
         return []
+
+    def _sharing(self, ranks: int) -> tuple[int, ...]:
+        """Return the ranks that share rows with another one; all where nobody knows."""
+        least = TOLERATED_BY_CONTENT * max(self._shared, default=0)
+        found = tuple(rank for rank, count in enumerate(self._shared) if count > least)
+        return found if len(found) > 1 else tuple(range(ranks))
 
 
 def _repeats_of_all(rows: int | None, taken: Sequence[int]) -> float:

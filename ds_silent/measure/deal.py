@@ -130,6 +130,7 @@ class RowOwners:
     def _start(self, ranks: int) -> None:
         self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
         self.own_again: float | None = None  # share of the newest rows that came before, which the same rank had taken
+        self.shared: tuple[int, ...] = ()  # of each rank: of the newest rows, those that it shares with another one
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
@@ -149,6 +150,9 @@ class RowOwners:
         again = (self._hashes[places] == hashes) & (self._owners[places] >= 0)
         before = self._owners[places].astype(np.int64)
         self.own_again = float((before == owners)[again].mean()) if again.any() else None
+        others = again & (before != owners)
+        both = np.concatenate([owners[others], before[others]])
+        self.shared = tuple(np.bincount(both, minlength=ranks).tolist())
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
         if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:

@@ -160,6 +160,7 @@ class OwnPasses:
     distinct: tuple[float, ...]  # different rows so far, about
     again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
     taken: tuple[int, ...] = ()  # rows so far
+    shared: tuple[int, ...] = ()  # of the newest rows: those that another rank had taken before, of both ranks
 
 
 @dataclass(frozen=True)

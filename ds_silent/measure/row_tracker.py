@@ -98,7 +98,8 @@ class RowTracker:
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
         self.deal.rows.step(sent.values, sent.owners, ranks)
-        passes = OwnPasses(self._recent.window, self._recent.distinct, self.deal.rows.own_again, self._recent.taken)
+        recent, dealt = self._recent, self.deal.rows
+        passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:

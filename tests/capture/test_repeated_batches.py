@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,52 @@ def test_ids_of_a_repeated_batch_count_once(late: bool, between: bool) -> None:
     assert found + taken(rows) == [0, 1, 2, 3]
 
 
+@dataclass
+class Unknown:
+    """Nobody knows which tensors such an output holds."""
+
+    values: Tensor
+
+
+@pytest.mark.parametrize(
+    ("other", "counts"),
+    [
+        (lambda model, one: model(one), False),
+        (lambda model, one: {"a": (model(one), 1.0, None), "b": model(one).detach()}, False),
+        (lambda model, one: {"a": [model(one)], "b": Unknown(model(one))}, True),
+        (lambda model, one: [model(one) for _ in range(20)], True),  # too many to look at each
+        (lambda model, one: model(one).detach(), True),  # it has no graph
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_of_which_no_gradient_comes_is_no_row(other: Any, counts: bool, trains: bool) -> None:
+    """If one comes of another; where it comes of none, the gradient has gone a way that is not seen."""
+    model, rows = nn.Linear(2, 1), RowIds(enabled=True, capacity=64, micro_batch=4)
+    batches = [new().float(), new().float() + 1.0]
+    rows.forward((batches[0],), {})
+    rows.forwarded(other(model, batches[0]))
+    rows.forward((batches[1],), {})
+    output = model(batches[1])
+    rows.forwarded(output)
+    if trains:
+        output.sum().backward()
+    rows.backward_ended()
+    expected = batches if counts or not trains else batches[1:]
+    assert taken(rows) == [one for batch in expected for one in row_hashes([batch]).tolist()]
+
+
+def test_a_batch_of_which_a_later_forward_trains_is_a_row() -> None:
+    model, rows, batch = nn.Linear(2, 1), RowIds(enabled=True, capacity=64, micro_batch=4), new().float()
+    for trains in (False, True):
+        rows.forward((batch,), {})
+        output = model(batch)
+        rows.forwarded(output)
+        if trains:
+            output.sum().backward()
+    rows.backward_ended()
+    assert taken(rows) == row_hashes([batch]).tolist()
+
+
 ROWS, BATCH, EPOCHS = 128, 4, 3
 
 
@@ -126,7 +173,9 @@ def train(kind: str, directory: Path) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
     assert observer is not None
-    for rows, targets in batches(kind):
+    for step, (rows, targets) in enumerate(batches(kind)):
+        for number in range(3 if kind == "acts" else 0):  # an agent acts, and nobody has switched gradients off
+            model.module(torch.full((8,), float((step + number) % 5))).argmax()
 
         def gradient(rows: Tensor = rows, targets: Tensor = targets) -> Any:
             optimizer.zero_grad()
@@ -150,7 +199,7 @@ def train(kind: str, directory: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["once", "sam", "closure"])
+@pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts"])
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_distributed(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []

@@ -242,6 +242,22 @@ def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: i
     assert notes_of_overlap(run.go(40)) == []
 
 
+def test_of_ranks_that_read_the_same_data_the_others_are_not_named() -> None:
+    """Ranks 0 and 2 were given the same files, rank 1 its own."""
+    loaders = [*all_rows(2, 400), *shards([400])]
+    run = Run([loaders[0], loaders[2], loaders[1]], told=False)
+    [note] = notes_of_overlap(run.go(200))
+    assert note.ranks == (0, 2)
+    assert note.message.startswith("Ranks read the same data, ranks 0 and 2 alone: ")
+
+
+def test_rows_that_come_again_within_a_batch_are_no_other_ranks() -> None:
+    """Of four rows of its own each rank draws 32 at a step, with replacement."""
+    names = np.random.default_rng(95).integers(0, 2**62, (3, 4))
+    run = Run([drawn(names[rank], None, 32, 50 + rank) for rank in range(3)], told=False)
+    assert notes_of_overlap(run.go(40)) == []
+
+
 def test_ranks_that_share_a_part_of_their_data_have_not_the_same() -> None:
     """As where each has drawn its own selection of one pool, before the training."""
     names = np.random.default_rng(98).integers(0, 2**62, 1000)
