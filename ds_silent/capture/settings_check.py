@@ -260,6 +260,7 @@ def weighing(known: Gathered, odd: Sequence[int], ranks: int) -> str:
     weights = (known.objective.weight / known.loss.scale).tolist()
     if all(math.isclose(weight, weights[0], rel_tol=1e-3) for weight in weights):
         return ""
-    shown = (*odd[:3], other) if odd and other is not None else range(min(ranks, 4))
+    some = ranks > 4 and odd and other is not None
+    shown = [*odd[:3], other] if some else range(min(ranks, 4))
     together = ", ".join(f"{weights[rank]:.4g} on rank {rank}" for rank in shown if rank is not None)
     return f" All labels of this step weigh together {together}."

@@ -197,7 +197,8 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     if torn:
         said += f" that are known; {_unread(torn, 'metrics.jsonl')}"
     if unlike:
-        said += f"; notes say that the data of {named(tuple(sorted(unlike)), world)} are of another kind"
+        whose = f"the data of {named(tuple(sorted(unlike)), world)} are of another kind"
+        said += f"; notes say that {whose if len(unlike) < world else 'the ranks have data of unlike kinds'}"
     if not missing:
         return f"{said}."
     more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""

@@ -1,6 +1,7 @@
 """A loop with accelerate, observed: the lines with ds_silent or observer in them are all there is to it.
 
-accelerate launch --num_processes 4 launch/examples/accelerate_loop.py        # without GPUs add --cpu behind "launch"
+accelerate launch --num_processes 4 launch/examples/accelerate_loop.py
+torchrun --nproc_per_node 4 launch/examples/accelerate_loop.py    # without GPUs, where accelerate starts one process
 """
 
 from __future__ import annotations

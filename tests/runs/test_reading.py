@@ -235,6 +235,9 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     verdict = verdict_of(read_run(write(tmp_path, 1, (note,))))
     said = "All 4 ranks agreed at the one measured step; notes say that the data of rank 3 are of another kind"
     assert (verdict.severity, verdict.sentence[: len(said)]) == ("ok", said)
+    notes = [event(1, "outlier-rank", severity="info", ranks=(rank,)) for rank in range(4)]
+    verdict = verdict_of(read_run(write(tmp_path / "all", 1, notes)))
+    assert "; notes say that the ranks have data of unlike kinds" in verdict.sentence
 
 
 @pytest.mark.parametrize(
