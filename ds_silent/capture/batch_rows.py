@@ -242,7 +242,7 @@ class RowIds:
             return None
         self._leave_out()
         self._told_late()
-        taken, self._sent_next = self._sent_next, []
+        taken, self._sent_next, self._start, self._behind = self._sent_next, [], 0, 0
         places = [0, *accumulate(len(one.ids) for one in taken)]
         lost = max(0, places[-1] - self._capacity)
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
