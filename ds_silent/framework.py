@@ -199,6 +199,7 @@ class Framework:
     words: Words = TORCH  # what its users know things by
     ranks_comparable = True  # each does the same work on rows of its own: a rank unlike the others is odd
     micro_batches = 1  # per step
+    micro_batches_told = True  # by an engine or the script; else that is a guess
     micro_batches_at_once = 1  # of the script's, where one of these is several
     micro_batch_rows = 64  # as configured, on each rank
     max_reductions_per_step = 1  # micro-batches that may be a boundary, where a script reduces each

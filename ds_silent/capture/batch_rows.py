@@ -26,17 +26,23 @@ from torch import Tensor
 from ds_silent.capture.loss_origin import backward_is_compiled
 from ds_silent.capture.row_hashes import batch_tensors, row_hashes, rows_of
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.exchange.row_ids import MAX_ROWS, hash_rows, pack_rows, sampling_of
+from ds_silent.exchange.row_ids import MAX_BYTES, MAX_ROWS, hash_rows, pack_rows, sampling_of
 
 logger = logging.getLogger("ds_silent")
+UNTOLD, UNTOLD_ROWS = 16, 512  # micro-batches of a step for which there is room, and rows, where nobody says how many
 _OUTPUTS = 16  # tensors of a forward's output that are looked at
 _REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
-def id_capacity(config: SilentConsistencyConfig, rows_per_step: int) -> int:
-    """Return how many rows of a rank one observation looks at; 0 with ``coverage`` off. The same on every rank."""
-    return min(config.interval * rows_per_step, MAX_ROWS) if config.coverage else 0
+def id_capacity(config: SilentConsistencyConfig, rows_per_step: int, ranks: int = 1, told: bool = True) -> int:
+    """Return how many rows of a rank one observation looks at; 0 with ``coverage`` off. The same on every rank.
+
+    ``told``: else a step may have more micro-batches than one, and there is room for several, where that is little.
+    """
+    own = min(config.interval * rows_per_step, MAX_ROWS)
+    several = 0 if told else min(UNTOLD * own, UNTOLD_ROWS, MAX_BYTES // (8 * ranks))
+    return max(own, several) if config.coverage else 0
 
 
 @dataclass(slots=True)

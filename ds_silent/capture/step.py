@@ -256,7 +256,8 @@ class StepCapture:
         self.kept = self._local.micro_batches
         plan = self._local.accumulator.plan
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
-        capacity = id_capacity(config, framework.micro_batch_rows * framework.micro_batches)
+        rows = framework.micro_batch_rows * framework.micro_batches
+        capacity = id_capacity(config, rows, ranks, framework.micro_batches_told)
         self.rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks)
         self.traced = None if config.trace is None else TraceCapture(framework, self.guard, self.rows)
         self.shape = ExchangeShape(

@@ -332,7 +332,8 @@ class TorchFramework(Framework):
         device: torch.device | None = None,
     ):
         super().__init__(module, parameters, group, optimizers, device)
-        self.micro_batches = self.max_reductions_per_step = accumulation
+        self.micro_batches, self.micro_batches_told = accumulation, accumulation > 1
+        self.max_reductions_per_step = accumulation
         self.micro_batch_rows, self.overlaps_backward = rows, reduces_in_backward
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off" and checks
         self.aggregate_replicated = self.observes_applied

@@ -278,7 +278,10 @@ def _rows(run: RunRecords) -> _Looked:
     steps, figure = run.steps, ""
     share, sampled = steps.last("seen"), steps.last("sampled")
     if share is not None:
+        known = int(steps.measured("seen").sum())
         figure = f"{min(share, 1):.0%} of the epoch seen"
+        if 2 * known < len(steps):  # more rows come than there is room for, and what was seen says nothing
+            figure = f"compared within each step; the epoch was followed at {known:,} of {len(steps):,} steps alone"
     if sampled and 0 < sampled < 1:
         figure = f"{figure or f'{len(steps):,} steps'}; 1 row in {1 / sampled:.0f} is followed"
     unknown = len(steps) > 0 and not (steps.any("duplicates") or steps.any("repeated"))

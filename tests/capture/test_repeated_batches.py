@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
-from ds_silent.capture.batch_rows import _REPEATS, RowIds
+from ds_silent.capture.batch_rows import _REPEATS, RowIds, id_capacity
 from ds_silent.capture.row_hashes import row_hashes
-from ds_silent.exchange.row_ids import unpack_ids
+from ds_silent.config import SilentConsistencyConfig
+from ds_silent.exchange.row_ids import sampling_of, unpack_ids
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
@@ -145,14 +146,28 @@ def test_a_batch_of_which_a_later_forward_trains_is_a_row() -> None:
     assert taken(rows) == row_hashes([batch]).tolist()
 
 
+def test_where_nobody_says_how_many_micro_batches_come_there_is_room_for_several() -> None:
+    config = SilentConsistencyConfig(interval=2)
+    assert id_capacity(config, 4, ranks=2) == 8
+    assert id_capacity(config, 4, ranks=2, told=False) == 16 * 8
+    assert id_capacity(config, 100, ranks=2, told=False) == 512
+    assert id_capacity(config, 400, ranks=2, told=False) == 800
+    assert sampling_of(64, id_capacity(config, 16, 64, told=False)).level == 0  # no sample of the rows because of it
+    assert id_capacity(config, 4, ranks=100_000, told=False) == 8
+
+
 ROWS, BATCH, EPOCHS = 128, 4, 3
 
 
-def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
+def loader_of_rank() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     data = TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 1, generator=generator))
     sampler: Any = DistributedSampler(data, seed=3)
-    loader = DataLoader(data, BATCH, sampler=sampler)
+    return DataLoader(data, BATCH, sampler=sampler)
+
+
+def batches(kind: str, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    sampler: Any = loader.sampler
     if kind == "stuck" and dist.get_rank() == 1:
         [*_, kept] = loader
         yield from (kept for _ in range(EPOCHS * len(loader)))
@@ -171,9 +186,10 @@ def train(kind: str, directory: Path) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if kind == "closure":
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    observer = ds_silent.attach(model, {"output_dir": str(directory), "tensorboard": False}, optimizer=optimizer)
+    block, loader = {"output_dir": str(directory), "tensorboard": False}, loader_of_rank()
+    observer = ds_silent.attach(model, block, optimizer=optimizer, loader=loader if kind == "accumulates" else None)
     assert observer is not None
-    for step, (rows, targets) in enumerate(batches(kind)):
+    for step, (rows, targets) in enumerate(batches(kind, loader)):
         for number in range(3 if kind == "acts" else 0):  # an agent acts, and nobody has switched gradients off
             model.module(torch.full((8,), float((step + number) % 5))).argmax()
 
@@ -186,7 +202,11 @@ def train(kind: str, directory: Path) -> None:
         if kind == "closure":
             optimizer.step(gradient)
             continue
-        gradient()
+        if kind == "accumulates" and (step + 1) % 4:  # and nobody has told the observer
+            with model.no_sync():
+                (model(rows) - targets).square().mean().backward()
+            continue
+        gradient() if kind != "accumulates" else (model(rows) - targets).square().mean().backward()
         if kind == "sam":
             moves = [0.05 * p.grad / p.grad.norm().clamp(min=1e-6) for p in model.parameters() if p.grad is not None]
             with torch.no_grad():
@@ -195,11 +215,12 @@ def train(kind: str, directory: Path) -> None:
             with torch.no_grad():
                 torch._foreach_sub_(list(model.parameters()), moves)
         optimizer.step()
+        optimizer.zero_grad()
     observer.close()
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts"])
+@pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts", "accumulates"])
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_distributed(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []

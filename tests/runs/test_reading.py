@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from ds_silent.records import Event, EventKind, Place, Score, Scores, to_json
+from ds_silent.records import CoverageStats, Event, EventKind, Place, Score, Scores, to_json
 from ds_silent.runs import RunReader, read_run, verdict_of
 from ds_silent.runs.run import ReadingError, find_runs
 from ds_silent.runs.spread import Envelope, RankSpread
@@ -238,6 +238,17 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     notes = [event(1, "outlier-rank", severity="info", ranks=(rank,)) for rank in range(4)]
     verdict = verdict_of(read_run(write(tmp_path / "all", 1, notes)))
     assert "; notes say that the ranks have data of unlike kinds" in verdict.sentence
+
+
+def test_what_was_seen_of_an_epoch_that_was_not_followed_is_not_said(tmp_path: Path) -> None:
+    """More rows came at a step than there is room for."""
+    sink, run = JsonlSink(tmp_path), Run()
+    for step in range(20):
+        seen = 0.02 if step == 0 else None
+        sink.write(dataclasses.replace(run.record(), coverage=CoverageStats(duplicates=0, seen=seen)))
+    sink.close()
+    (rows,) = (check for check in verdict_of(read_run(tmp_path)).checks if check.name == "Rows")
+    assert rows.why == "compared within each step; the epoch was followed at 1 of 20 steps alone"
 
 
 @pytest.mark.parametrize(
