@@ -65,7 +65,7 @@ class OrderTest(Detector):
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._lately: Array = np.zeros(2)  # those, and all that came again: of all epochs, the older the less
-        self._copies = False
+        self._copies = self._elsewhere = False
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -84,7 +84,7 @@ class OrderTest(Detector):
         if consumed > 0:
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
-            self._copies = self._come_as_copies(now, repeated, extras)
+            self._copies, self._elsewhere = self._come_as_copies(now, repeated, extras)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if now.anew is not None:  # all rows of this pass may come again
                 if last is None or last.anew is None:
@@ -96,20 +96,23 @@ class OrderTest(Detector):
             self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
 
-    def _come_as_copies(self, now: Coverage, repeated: float, extras: Evidence) -> bool:
-        """Tell whether rows that come again are those that the data hold several times.
+    def _come_as_copies(self, now: Coverage, repeated: float, extras: Evidence) -> tuple[bool, bool]:
+        """Tell whether rows that come again are those that the data hold several times, or those of other ranks alone.
 
-        Known by their content they may be, where all samplers deal each row once. One of N ranks then has had a row as
-        often as any other; a loop that takes a batch twice takes it on the rank that had it, and so does one that takes
-        a row several times in a batch, of which none had come before.
+        Known by their content they may be copies, where all samplers deal each row once. One of N ranks then has had a
+        row as often as any other. Where no rank has had them itself, the ranks' data are in unlike orders. A loop that
+        takes a batch twice takes it on the rank that had it, and so does one that takes a row several times in a batch,
+        of which none had come before.
         """
         share, ranks = (None, 0) if extras.passes is None else (extras.passes.again, len(extras.passes.taken))
         self._lately = self._lately * (1.0 - 1.0 / MEMORY)
         self._lately += max(0.0, repeated) * np.array([1.0 if share is None else share, 1.0])
         if now.told or not now.once or ranks < 2:
-            return False
+            return False, False
         own, every = self._lately
-        return bool(own <= every / ranks + _BY_CHANCE * math.sqrt(every / ranks))
+        expected, spread = every / ranks, _BY_CHANCE * math.sqrt(every / ranks)
+        elsewhere = bool(own < expected - spread) and extras.dealt == "random"
+        return bool(own <= expected + spread) and not elsewhere, elsewhere
 
     @property
     def _tolerated(self) -> float:
@@ -155,6 +158,14 @@ class OrderTest(Detector):
                     "data hold these rows several times."
                 )
                 remedy = "Do nothing if that is meant. Else look for copies in the data set."
+            elif self._elsewhere:
+                message += (
+                    " Another rank had them, never the same: all ranks' samplers deal one order, but the ranks' data "
+                    "sets hold the rows in orders of their own."
+                )
+                remedy = (
+                    "Shuffle the data set with the same seed on every rank, or not at all: the sampler deals the rows."
+                )
             elif not now.told:
                 message += " Rows are known by their content here: those that the data hold several times count too."
                 remedy = f"{_COPIES} Else: {remedy[0].lower()}{remedy[1:]}"

@@ -364,6 +364,27 @@ def test_copies_in_data_that_the_samplers_deal_are_a_note(share: float, ranks: i
     assert "the data hold these rows several times" in first.message
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_data_sets_that_each_rank_has_shuffled_by_its_own_seed_are_told(ranks: int) -> None:
+    """As dataset.shuffle(seed + rank) does, ahead of a sampler that deals one order to all ranks."""
+    names = np.random.default_rng(92).integers(0, 2**62, 1600)
+
+    def taken(rank: int) -> Iterator[Rows]:
+        own = np.random.default_rng(1000 + rank).permutation(names)
+        for epoch in range(1000):
+            order = np.random.default_rng(epoch).permutation(1600)[rank::ranks]
+            yield from (own[order[at : at + 8]] for at in range(0, len(order), 8))
+
+    run = Run([taken(rank) for rank in range(ranks)], told=False, rows_in_epoch=1600)
+    run.walk = Walk(told=False, deal=Deal("random", "DistributedSampler, shuffled", 7.0))
+    found = [event for event in run.go(1600 // (8 * ranks) * 3) if event.severity == "warning"]
+    assert "data-order-mismatch" in {event.kind for event in found}
+    first = next(event for event in found if event.kind == "data-order-mismatch")
+    assert "Another rank had them, never the same" in first.message
+    assert first.remedy is not None
+    assert first.remedy.startswith("Shuffle the data set with the same seed on every rank")
+
+
 def twice(loader: Iterator[Rows]) -> Iterator[Rows]:
     for batch in loader:
         yield batch
