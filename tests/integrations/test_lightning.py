@@ -153,7 +153,8 @@ torch.manual_seed(0)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
 trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
-print("imported", sorted(name for name in sys.modules if name.startswith("ds_silent")))
+sys.stdout.flush()  # two processes write into one pipe, whose writes of a line are whole
+print(f"imported {sorted(name for name in sys.modules if name.startswith('ds_silent'))}", flush=True)
 """
 
 
