@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -130,7 +129,7 @@ class OverlapTest(Detector):
     def __init__(self) -> None:
         self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
         self._over = False
-        self._shared: list[int] = []  # rows of each rank that another one has taken, too
+        self._shared: Array = np.zeros(1)  # (N,) rows of each rank that another one has taken, too
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, passes, share = (), evidence.passes, record.coverage.repeated
@@ -140,7 +139,7 @@ class OverlapTest(Detector):
         new, self._before = again - self._before, again
         within = min(new, float(sum(evidence.own_repeats or ())))  # those of this observation are in it, too
         own = max(new * (passes.again or 0.0), within)
-        self._shared = [sum(counts) for counts in zip_longest(self._shared, passes.shared, fillvalue=0)]
+        self._shared = self._shared + (0.0 if passes.shared is None else passes.shared)
         self._own, self._others = self._own + own, self._others + new - own
         if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
             self._over = True  # a pass has ended, or more is known
@@ -177,8 +176,7 @@ class OverlapTest(Detector):
 
     def _sharing(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks that share rows with another one; all where nobody knows."""
-        least = TOLERATED_BY_CONTENT * max(self._shared, default=0)
-        found = tuple(rank for rank, count in enumerate(self._shared) if count > least)
+        found = tuple(np.flatnonzero(self._shared > TOLERATED_BY_CONTENT * self._shared.max()).tolist())
         return found if len(found) > 1 else tuple(range(ranks))
 
 

@@ -130,7 +130,7 @@ class RowOwners:
     def _start(self, ranks: int) -> None:
         self.random, self.own, self.blocks = LikelihoodRatio(), LikelihoodRatio(), LikelihoodRatio()
         self.own_again: float | None = None  # share of the newest rows that came before, which the same rank had taken
-        self.shared: tuple[int, ...] = ()  # of each rank: of the newest rows, those that it shares with another one
+        self.shared: Ids | None = None  # (N,) of the newest rows, those that another rank took before; of both ranks
         self._ranks, self._level, self._count = ranks, 0, 0
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
@@ -152,7 +152,7 @@ class RowOwners:
         self.own_again = float((before == owners)[again].mean()) if again.any() else None
         others = again & (before != owners)
         both = np.concatenate([owners[others], before[others]])
-        self.shared = tuple(np.bincount(both, minlength=ranks).tolist())
+        self.shared = np.bincount(both, minlength=ranks)
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
         if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:

@@ -160,7 +160,7 @@ class OwnPasses:
     distinct: tuple[float, ...]  # different rows so far, about
     again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
     taken: tuple[int, ...] = ()  # rows so far
-    shared: tuple[int, ...] = ()  # of the newest rows: those that another rank had taken before, of both ranks
+    shared: npt.NDArray[np.int64] | None = field(default=None, compare=False)  # (N,) see RowOwners
 
 
 @dataclass(frozen=True)

@@ -375,8 +375,8 @@ def test_data_sets_that_each_rank_has_shuffled_by_its_own_seed_are_told(ranks: i
             order = np.random.default_rng(epoch).permutation(1600)[rank::ranks]
             yield from (own[order[at : at + 8]] for at in range(0, len(order), 8))
 
-    run = Run([taken(rank) for rank in range(ranks)], told=False, rows_in_epoch=1600)
-    run.walk = Walk(told=False, deal=Deal("random", "DistributedSampler, shuffled", 7.0))
+    deal = Deal("random", "DistributedSampler, shuffled", 7.0)
+    run = Run([taken(rank) for rank in range(ranks)], told=False, deal=deal, rows_in_epoch=1600)
     found = [event for event in run.go(1600 // (8 * ranks) * 3) if event.severity == "warning"]
     assert "data-order-mismatch" in {event.kind for event in found}
     first = next(event for event in found if event.kind == "data-order-mismatch")
