@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -101,11 +102,19 @@ class RowIds:
     Args:
         micro_batch: rows per rank and micro-batch, as configured.
         ranks: N, on which it depends whether all rows are sent or a sample.
+        local: calls a hook that runs in the training's backward, so that what breaks in it does not reach the training.
     """
 
-    def __init__(self, enabled: bool, capacity: int, micro_batch: int, ranks: int = 1):
+    def __init__(
+        self,
+        enabled: bool,
+        capacity: int,
+        micro_batch: int,
+        ranks: int = 1,
+        local: Callable[[Callable[[Tensor], None], Tensor], None] = lambda hook, gradient: hook(gradient),
+    ):
         self.sampling = sampling_of(ranks, capacity)  # which rows are sent
-        self.enabled, self._capacity, self._micro_batch = enabled, capacity, micro_batch
+        self.enabled, self._capacity, self._micro_batch, self._local = enabled, capacity, micro_batch, local
         self._sent_next: list[_MicroBatch] = []
         self._under_way: _MicroBatch | None = None  # that of the forward under way
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
@@ -167,7 +176,7 @@ class RowIds:
         outputs = [] if backward_is_compiled() else _with_graphs(output)
         own.looked, own.hidden = True, own.hidden or not outputs
         for one in outputs:
-            one.register_hook(own.reached)  # type: ignore[no-untyped-call]
+            one.register_hook(partial(self._local, own.reached))  # type: ignore[no-untyped-call]
 
     def _leave_out(self) -> None:
         """Leave out the forwards of this step of which no gradient has come, if one has come of others."""

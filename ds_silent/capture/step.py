@@ -258,7 +258,7 @@ class StepCapture:
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         rows = framework.micro_batch_rows * framework.micro_batches
         capacity = id_capacity(config, rows, ranks, framework.micro_batches_told)
-        self.rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks)
+        self.rows = RowIds(config.coverage, capacity, framework.micro_batch_rows, ranks, self.guard.local)
         self.traced = None if config.trace is None else TraceCapture(framework, self.guard, self.rows)
         self.shape = ExchangeShape(
             ranks,
