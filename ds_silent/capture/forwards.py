@@ -66,6 +66,7 @@ class Forwards:
             self.evaluated = self._evaluated_loss = None
             self._settings.before_forward()
             rows()
+            self._settings.objective.places.forward(args, kwargs)
         else:
             self.evaluated = rows
 

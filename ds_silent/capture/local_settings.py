@@ -44,6 +44,7 @@ from ds_silent.preflight.settings import (
 
 OBJECTIVE: Literal["objective"] = "objective"
 TRAINS = "trains"
+LABELS = "what each label is"
 HYPER_PARAMETERS = {
     "lr": "learning rate",
     "weight_decay": "weight decay",
@@ -72,6 +73,7 @@ class _Look:
     autocast: tuple[str, ...]
     missed: Missed  # trainable parameters
     objective: tuple[str, Any, float] = ("", (), 0.0)  # text for people, structure, factor
+    labels: str = ""  # where they come from
 
 
 class LocalSettings:
@@ -98,7 +100,7 @@ class LocalSettings:
         self._looks: dict[int, _Look] = {}
         self._hashes: dict[str, tuple[Any, float]] = {}  # the newest value of each, and its hash
         self.draws: float | None = None  # hash of the generators that the first training forward drew from; 0: of none
-        self.objective = LocalObjective()  # what this rank's backwards begin with
+        self.objective = LocalObjective(module)  # what this rank's backwards begin with
         self._state: tuple[bytes, ...] = ()
 
     def ignore_untrained(self) -> None:
@@ -133,6 +135,7 @@ class LocalSettings:
         """Hash the settings of ``step``, between its reduction and its optimizer, without waiting for a device."""
         if not self._modes:
             self.look_at_modes()
+        self.objective.measured(step)
         look = self._look()
         self._looks.pop(step, None)  # a step that is taken again is the newest
         self._looks[step] = look
@@ -153,6 +156,7 @@ class LocalSettings:
             counters=look.counter % EXACT,
             first_draws=self.draws or 0.0,
             objective=self._hashed(OBJECTIVE, look.objective[1]) if look.objective[1] else 0.0,
+            label_places=self.objective.places.code,
         )
 
     def items(self, step: int, asked: bool, structural: bool) -> list[Item]:
@@ -181,7 +185,10 @@ class LocalSettings:
         text, structure, factor = look.objective
         numbers = () if structural else (f"{factor:.6g}", text)
         own = repr((structure, numbers) if asked else "")
-        objective = [item_of("what backward begins with", OBJECTIVE, own, text or "not known")]
+        objective = [
+            item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
+            item_of(LABELS, OBJECTIVE, look.labels),
+        ]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
 
@@ -205,9 +212,8 @@ class LocalSettings:
         modes, settings, autocast = (self._modes, self._trainable), tuple(self._numbers.values), self.autocast.state
         own = self.objective
         objective = own.text, own.structure, own.factor
-        return _Look(
-            tuple(groups), self._holdings, tuple(on_device), counter, *modes, settings, autocast, missed, objective
-        )
+        numbers = tuple(on_device), counter, *modes, settings, autocast, missed
+        return _Look(tuple(groups), self._holdings, *numbers, objective, own.places.text)
 
     def _hashed(self, kind: str, value: Any) -> float:
         known = self._hashes.get(kind)

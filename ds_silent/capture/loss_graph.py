@@ -303,6 +303,15 @@ def _saved(node: Any, which: str) -> Any:
     return getattr(node, f"_saved_{which}", None)
 
 
+def target_of(term: Term) -> tuple[Tensor, int] | None:
+    """Return the labels of a term that is torch's cross entropy, and its ignore_index; None of any other."""
+    node = term.node
+    if node is None or not node.name().startswith("NllLoss"):
+        return None
+    target, ignored = _saved(node, "target"), node._saved_ignore_index
+    return (target, ignored - 2**64 if ignored >= 2**63 else ignored) if type(target) is Tensor else None
+
+
 def _number_of(node: Any, operation: str) -> float | None:
     """Return the Python number by which the script multiplies; None for a tensor."""
     if operation in ("Neg", "Rsub"):

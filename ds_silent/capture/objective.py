@@ -29,8 +29,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ds_silent.capture.label_places import LabelPlaces
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
 from ds_silent.capture.loss_origin import Crossing, Made, backward_is_compiled, made_by
 from ds_silent.distributed.parts import Parts, parts_of
@@ -71,8 +72,8 @@ class LocalObjective:
         items: num_items_in_batch, by which a forward of this step was told to divide (transformers).
     """
 
-    def __init__(self) -> None:
-        self.reached, self.crossing = False, Crossing()
+    def __init__(self, module: nn.Module | None = None):
+        self.reached, self.crossing, self.places = False, Crossing(), LabelPlaces(module)
         self.promise: Promise | None = None
         self.items: Any = None
         self._under_way: _Backward | None = None
@@ -81,6 +82,7 @@ class LocalObjective:
     def start(self) -> None:
         """Begin a step."""
         self._drop()
+        self.places.drop()
         self._texts, self._weighed = dict[tuple[str, ...], str](), list[Weighed]()
         self._known, self._readable, self._count = True, True, 0
         self._factors: list[float] = []
@@ -122,6 +124,7 @@ class LocalObjective:
         one.known = 0 < len(weighed) <= MOST_LOSSES
         for term in weighed if one.known else ():
             one.handles += [node.register_prehook(partial(_flows_in, one, part)) for node, part in term.nodes]
+        self.places.begins(terms)
         for part in [part for term in terms for _, part in term.nodes]:
             part.node = None  # nothing of the graph outlives its backward
         one.terms = terms
@@ -183,26 +186,28 @@ class LocalObjective:
         self._settle()
         return self._count == parts > 1 and bool(self._ways) and all(is_undivided(one, parts) for one in self._ways)
 
+    def measured(self, step: int) -> None:
+        """Take the labels of a measured step, whose backwards have ended."""
+        self._settle()
+        self.places.measured(step)
+
     def numbers(self) -> Numbers[float | Tensor]:
         """Return the numbers of the step's backwards; device values stay on the device."""
         self._settle()
-        own: dict[str, float | Tensor] = {
-            "factor": self.factor,
-            "reduction": self._reduction,
-            "count": float(self._count),
-            "others": short_hash(sorted(self._others)),
-            "class_weights": self._class_weights,
-        }
+        count, others = float(self._count), short_hash(sorted(self._others))
+        own = Numbers[float | Tensor](
+            factor=self.factor, reduction=self._reduction, count=count, others=others, class_weights=self._class_weights
+        )
         if not self._known or not self._weighed:
-            return Numbers(**own)
+            return own
         totals, smallest, largest, labels = zip(*self._weighed, strict=True)
-        return Numbers(
+        return replace(
+            own,
             known=1.0,
             labels=sum(labels),
             weight=torch.stack(totals).sum(),
             smallest=torch.stack(smallest).min(),
             largest=torch.stack(largest).max(),
-            **own,
         )
 
     def _drop(self) -> None:
@@ -214,6 +219,7 @@ class LocalObjective:
         """End the current backward; one that brought no gradient trained another model."""
         one, counts = self._under_way, self.reached
         self._drop()
+        self.places.ended(counts)
         if one is None or not counts:
             return
         self._count += 1

@@ -1,5 +1,6 @@
 """What every rank's code must do alike while it trains: hyper-parameters and what optimizers hold, their step counters,
-evaluation mode, which parameters train, the settings of modules, autocast, the loss. ``GROUPS`` lists them.
+evaluation mode, which parameters train, the settings of modules, autocast, the loss, where labels come from. ``GROUPS``
+lists them.
 
     check = SettingsCheck(LocalSettings(module, optimizers, framework), framework, guard)
     found = check.agree(arrived)                         # on all ranks alike, once per gathered observation
@@ -23,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ds_silent.capture.local_settings import OBJECTIVE, TRAINS, LocalSettings
+from ds_silent.capture.local_settings import LABELS, OBJECTIVE, TRAINS, LocalSettings
 from ds_silent.capture.objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
@@ -97,6 +98,12 @@ GROUPS = {
         "for a mean, and a division by accumulation, tokens or ranks that is missing or done twice.",
         kinds=(OBJECTIVE,),
         preflight=(OBJECTIVE,),
+    ),
+    "labels": _Group(
+        "places of the labels",
+        "Shift the labels by one place on every rank alike: look at the collator, and at the files that a rank reads.",
+        kinds=("label_places",),
+        items=(LABELS,),
     ),
 }
 _GROUP_OF = {kind: name for name, group in GROUPS.items() for kind in group.kinds}
@@ -232,7 +239,7 @@ def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
 
 
 def _one(group: str, odd: tuple[int, ...], where: str, message: str, step: int) -> Unlike:
-    kind: EventKind = "objective-mismatch" if group == OBJECTIVE else "config-mismatch"
+    kind: EventKind = "objective-mismatch" if group in (OBJECTIVE, "labels") else "config-mismatch"
     return Unlike(f"unlike:{group}:{odd}", odd, where, message, GROUPS[group].remedy, step, kind)
 
 
@@ -244,11 +251,14 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
         if lacks and where == f"parameters that nothing {TRAINS}":  # for that reason
             continue
         group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
-        if event.kind == "objective-mismatch":
-            message = event.message[:1].upper() + event.message[1:] + weighing(known, event.ranks, ranks)
-            found.append(_one(OBJECTIVE, event.ranks or tuple(range(ranks)), "loss", message, event.step))
-        else:
+        if event.kind != "objective-mismatch":
             found.append(_one(group, event.ranks, where, event.message, event.step))
+            continue
+        message = event.message[:1].upper() + event.message[1:]
+        labels = group == "labels"
+        message += "" if labels else weighing(known, event.ranks, ranks)
+        odd = event.ranks or tuple(range(ranks))
+        found.append(_one(group if labels else OBJECTIVE, odd, "labels" if labels else "loss", message, event.step))
     return tuple(found)
 
 

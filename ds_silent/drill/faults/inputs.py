@@ -60,6 +60,8 @@ seed_of_its_own = changing(shard=lambda target, shard: replace(shard, seed=shard
 sampler_alone = changing(shard=lambda target, shard: Shard(1, 0, shard.seed))
 sampler_twice = changing(shard=lambda target, shard: replace(shard, ranks=2 * shard.ranks))
 no_labels = changing(batch=lambda target, batch, step: replace(batch, labels=torch.full_like(batch.labels, IGNORED)))
+# the model shifts them itself: now each is the input of its own place
+labels_of_own_place = changing(batch=lambda target, batch, step: replace(batch, labels=batch.labels.roll(1, 1)))
 
 
 def label_noise(target: Target, me: int) -> Injection:

@@ -1,0 +1,194 @@
+"""Where a token model's labels come from: each label is the next input, or that of its own place, or another.
+
+    places = LabelPlaces(framework.module)
+    places.forward(args, kwargs)         # of each training forward
+    places.begins(terms)                 # as its backward begins: the labels are in torch's cross entropy
+    places.measured(step)                # between the reduction and the optimizer of a measured step
+    places.code                          # this rank's number, 0 where not known
+
+The labels that cross entropy has kept are compared with the input tokens of the same row, one place before, at, one and
+two places behind. A place counts where these four inputs are four tokens, so that padding and repetitions say nothing.
+If ``SHARE`` of ``PLACES`` or more agree with one of the four, that is where the labels come from. Masked language
+models, classes, and whatever else agrees with none are not judged, nor is a training that goes from one to another and
+back: it mixes tasks.
+
+Ranks that differ are compared as settings are (:mod:`ds_silent.capture.settings_check`). What all ranks do alike is an
+error only where the model's own contract says so; an autoencoder has its inputs for labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.capture.loss_graph import Term, target_of
+from ds_silent.device import ReadLater
+from ds_silent.records import Severity
+from ds_silent.rules.language_models import causal_model
+from ds_silent.rules.rule import Breach, Rule
+
+EVERY, FIRST = 8, 4  # measured steps that are looked at: the first ones, and each 8th
+LASTING = 16  # looks in a row at other labels than before that make a change
+PLACES, SHARE = 64, 0.8
+NEARLY_ALL = 0.99
+OFFSETS = (-1, 0, 1, 2)
+WORDS = ("the input before their own place", "the input of their own place", "the next input", "the input after next")
+_NO_TOKENS = ("label", "target", "mask", "position", "type")
+_BEFORE, _OWN, _NEXT, _AFTER_NEXT = OFFSETS
+
+
+class LabelPlaces(Rule):
+    """Follow one rank's labels.
+
+    Attributes:
+        code: 1 more than the place in ``OFFSETS``; 0 while not known, and where labels agree with none of them.
+    """
+
+    def __init__(self, module: nn.Module | None):
+        self._module = module
+        self.code = 0.0
+        self._measured = 0  # steps
+        self._inputs: list[Tensor] = []  # of the forwards whose backward is to come
+        self._under_way: Tensor | None = None  # counts of the backward under way
+        self._step: list[Tensor] = []
+        self._single = True  # no backward had another cross entropy
+        self._later: list[ReadLater] = []
+        self._counts = [0.0] * (1 + len(OFFSETS))
+        self._usual: int | None = None
+        self._alike = 0  # looks in a row: at the first labels, then at others than usual
+        self._newest: int | None = None
+        self._since = 0  # the step at which ``_usual`` was known
+        self._mixed = self._nearly_all = False
+
+    @property
+    def text(self) -> str:
+        """Say where the labels come from."""
+        return WORDS[int(self.code) - 1] if self.code else "not known"
+
+    @property
+    def _looks(self) -> bool:
+        due = self._measured < FIRST or self._measured % EVERY == 0 or self._newest != self._usual
+        return due and not self._mixed
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take a training forward's tokens, int (B, T)."""
+        if self._looks:
+            tokens = tokens_of(args, kwargs)
+            self._inputs += [] if tokens is None else [tokens]
+
+    def begins(self, terms: Sequence[Term]) -> None:
+        """Compare them with the labels of a loss, as its backward begins."""
+        inputs, self._inputs, self._under_way = self._inputs, [], None
+        if len(inputs) != 1 or not self._looks:
+            return
+        found = [target for term in terms if (target := target_of(term)) is not None]
+        if found:
+            self._single = self._single and len(found) == 1
+            self._under_way = counts_of(inputs[0], *found[0])
+
+    def ended(self, reached: bool) -> None:
+        """Take what the backward has been of; ``reached``: it trains the model."""
+        if reached and self._under_way is not None:
+            self._step.append(self._under_way)
+        self._under_way = None
+
+    def measured(self, step: int) -> None:
+        """End a measured step: judge what has come to the host."""
+        self._measured += 1
+        if self._step:
+            self._later.append(ReadLater(torch.stack(self._step).sum(0).float()))
+        self._step = []
+        while self._later and self._later[0].ready:
+            new = self._later.pop(0).values.tolist()
+            self._counts = [one + more for one, more in zip(self._counts, new, strict=True)]
+            if self._counts[0] >= PLACES:
+                self._judge(step, *self._counts)
+                self._counts = [0.0] * len(new)
+
+    def drop(self) -> None:
+        """Forget the step under way."""
+        self._inputs, self._step, self._under_way = [], [], None
+
+    def _judge(self, step: int, places: float, *agree: float) -> None:
+        most = max(range(len(agree)), key=agree.__getitem__)
+        found = most if agree[most] >= SHARE * places else None
+        if self._usual is None:
+            self._mixed = found is None or (self._alike > 0 and found != self._newest)
+            self._alike, self._newest = self._alike + 1, found
+            if self._alike >= FIRST and not self._mixed:
+                self._usual, self._alike, self._since = found, 0, step
+        elif found is not None:
+            self._mixed = found == self._usual != self._newest
+            self._alike = 0 if found == self._usual else 1 + (self._alike if found == self._newest else 0)
+            self._newest = found
+            if self._alike >= LASTING:
+                self._usual, self._alike, self._since = found, 0, step
+        self._nearly_all = agree[most] >= NEARLY_ALL * places
+        self.code = 0.0 if self._mixed or self._usual is None else 1.0 + self._usual
+
+    def breaches(self) -> tuple[Breach, ...]:
+        """Return what is wrong, or may be, on every rank alike."""
+        offset = OFFSETS[int(self.code) - 1] if self.code else _NEXT
+        contract = self._module is not None and causal_model(self._module) is not None
+        if offset == _NEXT or not self._nearly_all or (offset == _AFTER_NEXT and (contract or not self._single)):
+            return ()
+        severity: Severity = "info"
+        if contract:
+            severity = "error"
+        elif offset == _AFTER_NEXT:
+            severity = "warning"
+        said = _SAID[offset], _REMEDY[offset]
+        return (Breach(f"labels:{offset}", "batch-suspect", severity, "labels", *said, self._since),)
+
+
+def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return a forward's input tokens, int (B, T): ``decoder_input_ids``, ``input_ids``, or the first that may be."""
+    named = {str(key).lower(): value for key, value in kwargs.items()}
+    own = [named.get("decoder_input_ids"), named.get("input_ids"), *args]
+    own += [value for key, value in named.items() if not any(word in key for word in _NO_TOKENS)]
+    for one in own:
+        if isinstance(one, Mapping):
+            return tokens_of((), one)
+        if isinstance(one, Tensor) and one.ndim == 2 and one.dtype in (torch.int64, torch.int32):
+            return one if one.shape[1] > len(OFFSETS) else None
+    return None
+
+
+def counts_of(tokens: Tensor, labels: Tensor, ignored: int) -> Tensor | None:
+    """Count the places that say something and, for each of ``OFFSETS``, those whose label is that input.
+
+    Args:
+        tokens: (B, T).
+        labels: B T of them, or B (T - 1) where the script leaves out the last place.
+
+    Returns:
+        int64 (1 + 4,); None where there are other numbers of labels.
+    """
+    rows, length = tokens.shape
+    if labels.numel() not in (rows * length, rows * (length - 1)) or labels.device != tokens.device:
+        return None
+    own = labels.detach().reshape(rows, -1)[:, 1 : length - 2]
+    near = [tokens[:, 1 + offset : length - 2 + offset] for offset in OFFSETS]
+    counts = own != ignored
+    for one, other in combinations(near, 2):
+        counts = counts & (one != other)
+    return torch.stack([counts, *(counts & (own == one) for one in near)]).sum((1, 2))
+
+
+_SAID = {
+    _BEFORE: "Each label is the input before its own place: the model is trained to repeat the token before the one "
+    "it reads.",
+    _OWN: "Each label is the input of its own place: the model is trained to repeat the token that it reads.",
+    _AFTER_NEXT: "Each label is the input after the next: labels are shifted twice, and each token is trained to "
+    "predict the token after the next.",
+}
+_SHIFT = "Shift the labels by one place, once, where the model is to predict the next token"
+_REMEDY = {
+    _BEFORE: f"{_SHIFT}.",
+    _OWN: f"{_SHIFT}. Leave them where it is to reproduce its inputs, as an autoencoder does.",
+    _AFTER_NEXT: "Shift the labels once: in the data or in the loss.",
+}
