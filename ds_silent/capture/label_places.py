@@ -13,7 +13,8 @@ models, classes, and whatever else agrees with none are not judged, nor is a tra
 back: it mixes tasks.
 
 Ranks that differ are compared as settings are (:mod:`ds_silent.capture.settings_check`). What all ranks do alike is an
-error only where the model's own contract says so; an autoencoder has its inputs for labels.
+error only where the model's own contract says so: one that hides its inputs, or puts a token before them, has them for
+labels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from ds_silent.rules.rule import Breach, Rule
 EVERY, FIRST = 8, 4  # measured steps that are looked at: the first ones, and each 8th
 LASTING = 16  # looks in a row at other labels than before that make a change
 PLACES, SHARE = 64, 0.8
-NEARLY_ALL = 0.99
 OFFSETS = (-1, 0, 1, 2)
 WORDS = ("the input before their own place", "the input of their own place", "the next input", "the input after next")
 _NO_TOKENS = ("label", "target", "mask", "position", "type")
@@ -62,7 +62,9 @@ class LabelPlaces(Rule):
         self._alike = 0  # looks in a row: at the first labels, then at others than usual
         self._newest: int | None = None
         self._since = 0  # the step at which ``_usual`` was known
-        self._mixed = self._nearly_all = False
+        self._mixed, self._every = False, True  # every label that counted was of the first looks' place
+        # a module around the model may give it other inputs than its own
+        self._contract = module is not None and causal_model(module) is getattr(module, "module", module)
 
     @property
     def text(self) -> str:
@@ -127,20 +129,21 @@ class LabelPlaces(Rule):
             self._newest = found
             if self._alike >= LASTING:
                 self._usual, self._alike, self._since = found, 0, step
-        self._nearly_all = agree[most] >= NEARLY_ALL * places
+        self._every = self._every and (self.code > 0.0 or agree[most] == places)
         self.code = 0.0 if self._mixed or self._usual is None else 1.0 + self._usual
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what is wrong, or may be, on every rank alike."""
         offset = OFFSETS[int(self.code) - 1] if self.code else _NEXT
-        contract = self._module is not None and causal_model(self._module) is not None
-        if offset == _NEXT or not self._nearly_all or (offset == _AFTER_NEXT and (contract or not self._single)):
+        if offset == _NEXT or not self._every:
             return ()
         severity: Severity = "info"
-        if contract:
+        if self._contract:
             severity = "error"
         elif offset == _AFTER_NEXT:
             severity = "warning"
+        if offset == _AFTER_NEXT and (self._contract or not self._single):
+            return ()  # of such a model the batch says so itself; heads that predict further tokens are meant
         said = _SAID[offset], _REMEDY[offset]
         return (Breach(f"labels:{offset}", "batch-suspect", severity, "labels", *said, self._since),)
 
@@ -180,15 +183,14 @@ def counts_of(tokens: Tensor, labels: Tensor, ignored: int) -> Tensor | None:
 
 
 _SAID = {
-    _BEFORE: "Each label is the input before its own place: the model is trained to repeat the token before the one "
-    "it reads.",
-    _OWN: "Each label is the input of its own place: the model is trained to repeat the token that it reads.",
+    _BEFORE: "Each label is the input before its own place: a model that sees it there is trained to repeat it.",
+    _OWN: "Each label is the input of its own place: a model that sees it there is trained to repeat it.",
     _AFTER_NEXT: "Each label is the input after the next: labels are shifted twice, and each token is trained to "
     "predict the token after the next.",
 }
 _SHIFT = "Shift the labels by one place, once, where the model is to predict the next token"
 _REMEDY = {
     _BEFORE: f"{_SHIFT}.",
-    _OWN: f"{_SHIFT}. Leave them where it is to reproduce its inputs, as an autoencoder does.",
+    _OWN: f"{_SHIFT}. Leave them where it hides or moves its inputs, or is to reproduce them.",
     _AFTER_NEXT: "Shift the labels once: in the data or in the loss.",
 }

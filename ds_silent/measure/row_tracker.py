@@ -71,6 +71,7 @@ class RowTracker:
         rows_in_epoch: int | None,
         walk: Walk = WALK_UNKNOWN,
         sampling: Sampling | None = None,
+        micro_batches: int = 0,
     ) -> RowsOfStep | None:
         """Take in what all ranks sent: (N, n) packed ids of the rows since the last observation.
 
@@ -79,6 +80,7 @@ class RowTracker:
             rows_in_epoch: None if unknown: then ``repeated`` is a share of the visits, and the others are None.
             walk: how the first rank's rows came to it.
             sampling: which rows are sent; None: all.
+            micro_batches: of a step on each rank; 0 if unknown.
 
         Returns:
             None if a rank sent no ids.
@@ -92,6 +94,7 @@ class RowTracker:
             stuck = self._without_new_rows(sent.taken, own_rows)
             return RowsOfStep(CoverageStats(), Evidence(stuck=stuck)) if stuck else None
         self._idle, self._had_rows = ((), 0.0), True
+        sent, own_rows = one_view(sent, own_rows, micro_batches)
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]
@@ -249,7 +252,10 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     """Return the record's coverage, and what detectors need besides the record."""
     found = None
     if gathered.ids.numel():
-        found = tracker.step(gathered.ids, int(context.batch), context.rows_in_epoch, context.walk, context.sampling)
+        backwards = set(gathered.objective.count.tolist())
+        micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
+        rows, walk = (int(context.batch), context.rows_in_epoch), context.walk
+        found = tracker.step(gathered.ids, *rows, walk, context.sampling, micro_batches)
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
@@ -259,6 +265,35 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
     of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=context.walk.deal.pass_rows, passes_alike=alike)
     return coverage, evidence_of(gathered, of_rows, context)
+
+
+def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds, int]:
+    """Take each row once where every micro-batch of all ranks holds all of its rows as often: contrastive views.
+
+    The views lie one behind the other, or a row's are neighbours. Return rows as they are where that is not so, or
+    where a micro-batch holds one row alone.
+    """
+    own = sent.values[sent.owners == sent.owners[0]] if len(sent.owners) else sent.values
+    if len(np.unique(own)) == len(own) > 1:  # nearly always
+        return sent, own_rows
+    size = own_rows // micro_batches if micro_batches else 0
+    if size < 4 or own_rows % micro_batches or not sent.complete or (sent.taken % size).any() or sent.unsent:
+        return sent, own_rows
+    whole, place = np.divmod(sent.places, size)
+    keys = np.stack([sent.owners, whole, sent.values])
+    _, first, row, views = np.unique(keys, axis=1, return_index=True, return_inverse=True, return_counts=True)
+    count = int(views[0]) if len(views) else 1
+    if count == 1 or (views != count).any() or size % count or size == count:
+        return sent, own_rows
+    ordered = np.stack([place % (size // count), place // count])  # a row's number within its micro-batch, either way
+    number = next((own for own in ordered if (own == own[first][row.reshape(-1)]).all()), None)
+    if number is None:
+        return sent, own_rows
+    kept = np.sort(first)
+    places = whole * (size // count) + number
+    order = kept[np.lexsort((places[kept], sent.owners[kept]))]
+    fewer = (sent.taken // count, sent.looked // count, sent.sampled // count)
+    return StepIds(sent.values[order], sent.owners[order], places[order], *fewer, sent.rate), own_rows // count
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> int:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.exchange.row_ids import Ids, pack_ids
+from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, pack_ids, pack_rows, unpack_ids
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, epoch_is_over, shared_rows
 from ds_silent.measure.row_history import RecentRows
-from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
+from ds_silent.measure.row_tracker import RowsOfStep, RowTracker, one_view
 from finetune.sampler import Plan, ResumableSampler, step_positions
 from tests.support.ids_by_rank import by_rank
 
@@ -280,3 +280,45 @@ def test_an_update_costs_microseconds() -> None:
         epoch.update(ids[begin : begin + 64])
         times.append(time.perf_counter() - started)
     assert min(times) < 100e-6
+
+
+# -- several views of each row in a micro-batch ------------------------------------------------------------------------
+
+VIEWS = {  # rows of each rank's step of two micro-batches, and what is left of them; None: all
+    "behind each other": ([1, 2, 3, 1, 2, 3, 4, 5, 6, 4, 5, 6], [1, 2, 3, 4, 5, 6]),
+    "neighbours": ([1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], [1, 2, 3, 4, 5, 6]),
+    "three of each": ([1, 2, 1, 2, 1, 2, 4, 5, 4, 5, 4, 5], [1, 2, 4, 5]),
+    "the same micro-batch twice": ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6], None),
+    "one row comes twice": ([1, 2, 3, 4, 5, 1, 6, 7, 8, 9, 10, 11], None),
+    "in no order": ([1, 2, 3, 3, 1, 2, 4, 5, 6, 6, 4, 5], None),
+    "one row alone": ([7, 7, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8], None),
+}
+
+
+def _sent(given: list[int], ranks: int, sampling: Sampling) -> StepIds:
+    own = [pack_rows(torch.tensor([1000 * rank + row for row in given]), sampling) for rank in range(ranks)]
+    return unpack_ids(torch.stack(own).double(), sampling)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_a_row_count_once(name: str, level: int) -> None:
+    (given, left), sampling = VIEWS[name], Sampling(12, 12, level)
+    sent = _sent(given, 3, sampling)
+    found, own_rows = one_view(sent, 12, 2)
+    if left is None:
+        assert found is sent
+        assert own_rows == 12
+        return
+    expected = _sent(left, 3, sampling)
+    assert own_rows == len(left)
+    for field in ("values", "owners", "places", "taken", "looked", "sampled"):
+        assert getattr(found, field).tolist() == getattr(expected, field).tolist(), field
+    assert one_view(sent, 12, 0)[0] is sent  # nobody knows the micro-batches
+
+
+def test_one_rank_alone_with_views_keeps_them() -> None:
+    sampling = Sampling(12, 12)
+    own = [torch.tensor(VIEWS["neighbours"][0]), torch.arange(100, 112)]
+    sent = unpack_ids(torch.stack([pack_rows(rows, sampling) for rows in own]).double(), sampling)
+    assert one_view(sent, 12, 2)[0] is sent
