@@ -19,6 +19,7 @@ labels.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -32,6 +33,7 @@ from ds_silent.records import Severity
 from ds_silent.rules.language_models import causal_model
 from ds_silent.rules.rule import Breach, Rule
 
+logger = logging.getLogger("ds_silent")
 EVERY, FIRST = 8, 4  # measured steps that are looked at: the first ones, and each 8th
 LASTING = 16  # looks in a row at other labels than before that make a change
 PLACES, SHARE = 64, 0.8
@@ -78,19 +80,23 @@ class LabelPlaces(Rule):
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take a training forward's tokens, int (B, T)."""
-        if self._looks:
+        if self._looks and len(self._inputs) < 2:  # of more than one nobody knows whose labels come
             tokens = tokens_of(args, kwargs)
             self._inputs += [] if tokens is None else [tokens]
 
     def begins(self, terms: Sequence[Term]) -> None:
-        """Compare them with the labels of a loss, as its backward begins."""
+        """Compare them with the labels of a loss, as its backward begins. What raises ends this rule alone."""
         inputs, self._inputs, self._under_way = self._inputs, [], None
         if len(inputs) != 1 or not self._looks:
             return
-        found = [target for term in terms if (target := target_of(term)) is not None]
-        if found:
-            self._single = self._single and len(found) == 1
-            self._under_way = counts_of(inputs[0], *found[0])
+        try:
+            found = [target for term in terms if (target := target_of(term)) is not None]
+            if found:
+                self._single = self._single and len(found) == 1
+                self._under_way = counts_of(inputs[0], *found[0])
+        except Exception as error:
+            self._mixed, self.code = True, 0.0
+            logger.warning("ds_silent: where labels come from is not checked any more: %s", error)
 
     def ended(self, reached: bool) -> None:
         """Take what the backward has been of; ``reached``: it trains the model."""
@@ -156,7 +162,7 @@ def tokens_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     for one in own:
         if isinstance(one, Mapping):
             return tokens_of((), one)
-        if isinstance(one, Tensor) and one.ndim == 2 and one.dtype in (torch.int64, torch.int32):
+        if type(one) is Tensor and one.ndim == 2 and one.dtype in (torch.int64, torch.int32):
             return one if one.shape[1] > len(OFFSETS) else None
     return None
 
@@ -172,7 +178,7 @@ def counts_of(tokens: Tensor, labels: Tensor, ignored: int) -> Tensor | None:
         int64 (1 + 4,); None where there are other numbers of labels.
     """
     rows, length = tokens.shape
-    if labels.numel() not in (rows * length, rows * (length - 1)) or labels.device != tokens.device:
+    if not rows or labels.numel() not in (rows * length, rows * (length - 1)) or labels.device != tokens.device:
         return None
     own = labels.detach().reshape(rows, -1)[:, 1 : length - 2]
     near = [tokens[:, 1 + offset : length - 2 + offset] for offset in OFFSETS]

@@ -102,6 +102,30 @@ def test_counts_are_those_of_a_loop(make: Callable[[int], Batch]) -> None:
     assert counts_of(tokens, labels[:, 3:], IGNORED) is None
 
 
+def test_an_empty_batch_and_two_forwards_say_nothing() -> None:
+    assert counts_of(torch.zeros(0, LENGTH, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), IGNORED) is None
+    model, objective = Model(), LocalObjective(Model())
+    for step in range(2 * FIRST):
+        tokens, labels = _shifted(0)(step)
+        objective.start()
+        for _ in range(3):
+            objective.places.forward((tokens,), {})
+        objective.begins(_loss(model(tokens), labels), own=True)
+        objective.measured(step)
+    assert objective.places.code == 0.0
+
+
+def test_what_raises_ends_this_rule_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr("ds_silent.capture.label_places.counts_of", breaks)
+    assert _of_steps([_shifted(0)(seed) for seed in range(2 * FIRST)]).code == 0.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "ds_silent: where labels come from is not checked any more: injected"
+    ]
+
+
 def _of_steps(batches: list[Batch], model: Any = None, how: str = "plain") -> LabelPlaces:
     """Follow a training of one backward a step."""
     model = Model() if model is None else model
