@@ -274,7 +274,8 @@ class StepCapture:
         aggregate = ReducedGradient(self._local, in_norm, config.integrity.reread)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
-        rules = rules_of(framework, config, self.settings.objective.places)
+        rules = rules_of(framework, config)
+        rules = [self.settings.objective.places, *rules] if rules else rules
         self.breach_check = BreachCheck(rules, framework, self.guard)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings, self.traced)
         parts = (self._local, aggregate, forwards, self.settings)

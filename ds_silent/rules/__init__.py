@@ -15,11 +15,11 @@ from ds_silent.rules.rule import Rule
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
 
-def rules_of(framework: Framework, config: SilentConsistencyConfig, *others: Rule) -> list[Rule]:
-    """Return every rule that applies to this framework, and ``others``; none where the block switches them off."""
+def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
+    """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [*others, RateRule(framework), BatchContents(framework), GatheredWeights(framework)]
+    rules: list[Rule] = [RateRule(framework), BatchContents(framework), GatheredWeights(framework)]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))
