@@ -136,7 +136,9 @@ class LabelPlaces(Rule):
             if self._alike >= LASTING:
                 self._usual, self._alike, self._since = found, 0, step
         self._every = self._every and (self.code > 0.0 or agree[most] == places)
-        self.code = 0.0 if self._mixed or self._usual is None else 1.0 + self._usual
+        # while labels change nothing is known: where all ranks change, some know it a few steps before the others
+        settled = self._usual is not None and not self._mixed and self._newest == self._usual
+        self.code = 1.0 + (self._usual or 0) if settled else 0.0
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what is wrong, or may be, on every rank alike."""

@@ -179,7 +179,8 @@ def test_a_lasting_change_counts_and_a_mixture_does_not() -> None:
     before = [right(seed) for seed in range(2 * EVERY)]
     after = [wrong(seed) for seed in range(100, 100 + EVERY + LASTING)]
     assert _of_steps([*before, *after]).text == WORDS[OFFSETS.index(0)]
-    assert _of_steps([*before, *after[: LASTING - 1]]).text == "the next input"
+    assert _of_steps(before).text == "the next input"
+    assert _of_steps([*before, *after[: LASTING - 1]]).code == 0.0  # ranks that change together are not compared
     mixed = [(wrong if seed % 3 == 2 else right)(seed) for seed in range(60)]
     assert _of_steps(mixed).code == 0.0
     back = [*before, *after[:LASTING], right(7), *after]
