@@ -20,7 +20,7 @@ labels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -36,6 +36,7 @@ from ds_silent.rules.rule import Breach, Rule
 logger = logging.getLogger("ds_silent")
 EVERY, FIRST = 8, 4  # measured steps that are looked at: the first ones, and each 8th
 LASTING = 16  # looks in a row at other labels than before that make a change
+LASTS = EVERY + 4  # measured steps for which a look counts: fewer than LASTING, or ranks that change together differ
 PLACES, SHARE = 64, 0.8
 OFFSETS = (-1, 0, 1, 2)
 WORDS = ("the input before their own place", "the input of their own place", "the next input", "the input after next")
@@ -53,7 +54,7 @@ class LabelPlaces(Rule):
     def __init__(self, module: nn.Module | None):
         self._module = module
         self.code = 0.0
-        self._measured = 0  # steps
+        self._measured = self._judged = 0  # steps; the newest at which labels agreed with a place
         self._inputs: list[Tensor] = []  # of the forwards whose backward is to come
         self._under_way: Tensor | None = None  # counts of the backward under way
         self._step: list[Tensor] = []
@@ -81,22 +82,28 @@ class LabelPlaces(Rule):
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take a training forward's tokens, int (B, T)."""
         if self._looks and len(self._inputs) < 2:  # of more than one nobody knows whose labels come
-            tokens = tokens_of(args, kwargs)
+            tokens = self._safely(tokens_of, args, kwargs)
             self._inputs += [] if tokens is None else [tokens]
 
     def begins(self, terms: Sequence[Term]) -> None:
-        """Compare them with the labels of a loss, as its backward begins. What raises ends this rule alone."""
+        """Compare them with the labels of a loss, as its backward begins."""
         inputs, self._inputs, self._under_way = self._inputs, [], None
-        if len(inputs) != 1 or not self._looks:
-            return
+        if len(inputs) == 1 and self._looks:
+            self._under_way = self._safely(self._compared, inputs[0], terms)
+
+    def _compared(self, tokens: Tensor, terms: Sequence[Term]) -> Tensor | None:
+        found = [target for term in terms if (target := target_of(term)) is not None]
+        self._single = self._single and len(terms) == 1
+        return counts_of(tokens, *found[0]) if found else None
+
+    def _safely(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what belongs to this rule. What raises ends this rule alone."""
         try:
-            found = [target for term in terms if (target := target_of(term)) is not None]
-            if found:
-                self._single = self._single and len(found) == 1
-                self._under_way = counts_of(inputs[0], *found[0])
+            return function(*arguments)
         except Exception as error:
             self._mixed, self.code = True, 0.0
             logger.warning("ds_silent: where labels come from is not checked any more: %s", error)
+            return None
 
     def ended(self, reached: bool) -> None:
         """Take what the backward has been of; ``reached``: it trains the model."""
@@ -106,6 +113,9 @@ class LabelPlaces(Rule):
 
     def measured(self, step: int) -> None:
         """End a measured step: judge what has come to the host."""
+        self._safely(self._end_step, step)
+
+    def _end_step(self, step: int) -> None:
         self._measured += 1
         if self._step:
             self._later.append(ReadLater(torch.stack(self._step).sum(0).float()))
@@ -116,6 +126,8 @@ class LabelPlaces(Rule):
             if self._counts[0] >= PLACES:
                 self._judge(step, *self._counts)
                 self._counts = [0.0] * len(new)
+        if self._measured - self._judged > LASTS:  # too few places to say what they are now
+            self.code = 0.0
 
     def drop(self) -> None:
         """Forget the step under way."""
@@ -124,6 +136,7 @@ class LabelPlaces(Rule):
     def _judge(self, step: int, places: float, *agree: float) -> None:
         most = max(range(len(agree)), key=agree.__getitem__)
         found = most if agree[most] >= SHARE * places else None
+        self._judged = self._judged if found is None else self._measured
         if self._usual is None:
             self._mixed = found is None or (self._alike > 0 and found != self._newest)
             self._alike, self._newest = self._alike + 1, found
@@ -145,11 +158,7 @@ class LabelPlaces(Rule):
         offset = OFFSETS[int(self.code) - 1] if self.code else _NEXT
         if offset == _NEXT or not self._every:
             return ()
-        severity: Severity = "info"
-        if self._contract:
-            severity = "error"
-        elif offset == _AFTER_NEXT:
-            severity = "warning"
+        severity: Severity = "error" if self._contract else "info"
         if offset == _AFTER_NEXT and (self._contract or not self._single):
             return ()  # of such a model the batch says so itself; heads that predict further tokens are meant
         said = _SAID[offset], _REMEDY[offset]
@@ -193,7 +202,7 @@ def counts_of(tokens: Tensor, labels: Tensor, ignored: int) -> Tensor | None:
 _SAID = {
     _BEFORE: "Each label is the input before its own place: a model that sees it there is trained to repeat it.",
     _OWN: "Each label is the input of its own place: a model that sees it there is trained to repeat it.",
-    _AFTER_NEXT: "Each label is the input after the next: labels are shifted twice, and each token is trained to "
+    _AFTER_NEXT: "Each label is the input after the next: if labels are shifted twice, each token is trained to "
     "predict the token after the next.",
 }
 _SHIFT = "Shift the labels by one place, once, where the model is to predict the next token"

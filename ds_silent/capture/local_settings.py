@@ -159,12 +159,13 @@ class LocalSettings:
             label_places=self.objective.places.code,
         )
 
-    def items(self, step: int, asked: bool, structural: bool) -> list[Item]:
+    def items(self, step: int, asked: bool, structural: bool, labels: bool = False) -> list[Item]:
         """Return the items to compare when ranks differ, as they were at ``step``; equally many on every rank.
 
         Args:
             asked: whether to compare the objectives.
             structural: whether objectives differ in more than numbers.
+            labels: whether to compare where labels come from, which some ranks know later than others.
         """
         look = self._looks.get(step) or self._look()
 
@@ -187,7 +188,7 @@ class LocalSettings:
         own = repr((structure, numbers) if asked else "")
         objective = [
             item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
-            item_of(LABELS, OBJECTIVE, look.labels),
+            item_of(LABELS, OBJECTIVE, look.labels if labels else ""),
         ]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]

@@ -94,7 +94,9 @@ class RowTracker:
             stuck = self._without_new_rows(sent.taken, own_rows)
             return RowsOfStep(CoverageStats(), Evidence(stuck=stuck)) if stuck else None
         self._idle, self._had_rows = ((), 0.0), True
-        sent, own_rows = one_view(sent, own_rows, micro_batches)
+        whole, (sent, own_rows) = own_rows, one_view(sent, own_rows, micro_batches)
+        if own_rows < whole:
+            walk = replace(walk, starts=tuple(start * own_rows // whole for start in walk.starts))
         ranks, rate = len(sent.taken), sent.rate
         before = sent.looked - own_rows  # rows of steps that were not measured
         of_step = sent.places >= before[sent.owners]

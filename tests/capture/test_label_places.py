@@ -191,7 +191,7 @@ BREACHES = {  # labels, how: severity of what is said where all ranks do so
     (1, "plain"): None,
     (0, "plain"): "info",
     (-1, "plain"): "info",
-    (2, "plain"): "warning",
+    (2, "plain"): "info",
     (2, "two heads"): None,
     (1, "transformers"): "error",  # 0 is right: the model shifts
     (0, "transformers"): None,
@@ -211,6 +211,13 @@ def test_a_model_that_shifts_by_contract() -> None:
     assert _of_steps(own, model, "transformers").text == "the next input"
     places = _of_steps([(tokens, tokens.roll(1, 1)) for tokens, _ in own], model, "transformers")
     assert [(one.key, one.severity) for one in places.breaches()] == [("labels:0", "error")]
+
+
+def test_a_rank_with_few_labels_is_not_compared_for_long() -> None:
+    right = [_shifted(1)(seed) for seed in range(2 * EVERY)]
+    few = [(tokens, labels.masked_fill(torch.arange(LENGTH) > 3, IGNORED)) for tokens, labels in right]
+    assert _of_steps([*right, *few[:2]]).text == "the next input"
+    assert _of_steps([*right, *few]).code == 0.0
 
 
 def test_another_models_backward_says_nothing() -> None:
@@ -272,5 +279,8 @@ def test_in_trainings(tmp_path: Path) -> None:
     assert alarms(found["all ranks repeat"]) == []
     notes = [one for one in found["all ranks repeat"] if one["kind"] == "batch-suspect"]
     assert [(one["severity"], one["ranks"]) for one in notes] == [("info", [])]
-    twice = [(one["kind"], one["severity"], one["ranks"]) for one in alarms(found["all ranks shift twice"])]
-    assert twice == [("batch-suspect", "warning", [])]
+    assert alarms(found["all ranks shift twice"]) == []
+    twice = [
+        (one["severity"], one["ranks"]) for one in found["all ranks shift twice"] if one["kind"] == "batch-suspect"
+    ]
+    assert twice == [("info", [])]
