@@ -52,13 +52,12 @@ class LabelPlaces(Rule):
     """
 
     def __init__(self, module: nn.Module | None):
-        self._module = module
         self.code = 0.0
         self._measured = self._judged = 0  # steps; the newest at which labels agreed with a place
         self._inputs: list[Tensor] = []  # of the forwards whose backward is to come
         self._under_way: Tensor | None = None  # counts of the backward under way
         self._step: list[Tensor] = []
-        self._single = True  # no backward had another cross entropy
+        self._single = True  # no backward had another term
         self._later: list[ReadLater] = []
         self._counts = [0.0] * (1 + len(OFFSETS))
         self._usual: int | None = None

@@ -250,8 +250,7 @@ def _loss(way: _Way, name: str) -> Term | None:
     said = [_REDUCTIONS[reduction]]
     labels: int | Tensor | None = None
     if name.startswith("NllLoss"):
-        ignored = node._saved_ignore_index
-        ignored -= 2**64 if ignored >= 2**63 else 0
+        ignored = _ignored_by(node)
         said += [f"ignore_index {ignored}"] if ignored != -100 else []
         if reduction == 1 and _saved(node, "weight") is None:
             labels = _saved(node, "total_weight")  # each label weighs 1: torch has counted them
@@ -308,8 +307,14 @@ def target_of(term: Term) -> tuple[Tensor, int] | None:
     node = term.node
     if node is None or not node.name().startswith("NllLoss"):
         return None
-    target, ignored = _saved(node, "target"), node._saved_ignore_index
-    return (target, ignored - 2**64 if ignored >= 2**63 else ignored) if type(target) is Tensor else None
+    target = _saved(node, "target")
+    return (target, _ignored_by(node)) if type(target) is Tensor else None
+
+
+def _ignored_by(node: Any) -> int:
+    """Return the ignore_index of a cross entropy, which its node shows without a sign."""
+    ignored = int(node._saved_ignore_index)
+    return ignored - 2**64 if ignored >= 2**63 else ignored
 
 
 def _number_of(node: Any, operation: str) -> float | None:

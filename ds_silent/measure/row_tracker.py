@@ -291,9 +291,8 @@ def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds,
     number = next((own for own in ordered if (own == own[first][row.reshape(-1)]).all()), None)
     if number is None:
         return sent, own_rows
-    kept = np.sort(first)
     places = whole * (size // count) + number
-    order = kept[np.lexsort((places[kept], sent.owners[kept]))]
+    order = first[np.lexsort((places[first], sent.owners[first]))]
     fewer = (sent.taken // count, sent.looked // count, sent.sampled // count)
     return StepIds(sent.values[order], sent.owners[order], places[order], *fewer, sent.rate), own_rows // count
 
