@@ -46,7 +46,7 @@ class Model(nn.Module):
 
         hidden = torch.tanh(self.inner(self.embedding(tokens)))
         hidden = hidden + all_reduce(hidden.sum(1, keepdim=True), group=self.sharing) / (SHARING * LENGTH)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.roll(1, 1).flatten())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def train(way: str, sharing: Any) -> tuple[list[Tensor], list[tuple[float, float]]]:

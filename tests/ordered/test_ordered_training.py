@@ -38,7 +38,7 @@ class Model(nn.Module):
         if not skip:
             hidden = hidden + self.sometimes(hidden)
         logits = self.outer(torch.tanh(self.inner(hidden))).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 Cell = tuple[str, int, str, float, str]

@@ -147,7 +147,7 @@ class Model(nn.Module):
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 @dataclass
