@@ -11,6 +11,7 @@ has them from one step to the next. What data do not do is
 
 * change the length of the gradient beyond what it has been, or turn it, and leave the loss as it was;
 * raise a rank's loss far above the highest that any rank has had in this run, the untrained model included;
+* make its inputs far larger or smaller than those of any rank have been in this run;
 
 from one step to the next: what comes slowly is learnt, or forgotten.
 
@@ -41,12 +42,13 @@ PLAIN_LOSS = math.log(1.15)  # a loss that moved by less has not turned the grad
 TURNED = 0.5  # of the cosine that is usual: below it the gradient is turned
 HIGH = math.log(3.0)  # a loss that no rows have at the beginning, where the others' losses are alike
 SURE = 3.0  # standard errors of a loss's ratio
+RESCALED = 5.0  # times as large as any inputs have been, or as small: not normalised as before
 UNLIKE = 2.0  # times the others' own range, in logarithms
 HIGHEST_EVERY = 64  # steps between two looks at the highest losses so far
 FIRST = 8  # losses of each rank that are its beginning
 _OF_DATA = (
     "this rank's rows: nothing is wrong where they are of another kind by design; else at their labels, their source, "
-    "then at code between this rank's loss and the reduction"
+    "what normalises them, then at code between this rank's loss and the reduction"
 )
 
 
@@ -58,6 +60,7 @@ class EffectContext:
     own_past: bool = False  # the symptoms are against the rank's own past, too
     above_highest: float | None = None  # the rank's loss over the highest that any other rank has had
     first_loss: float | None = None  # log of its first ones over the others' highest, less UNLIKE times their range
+    inputs_beyond: float | None = None  # factor by which its inputs are outside of what any rank's have been
     sudden: bool = True  # the change was found soon after it began
     norm_beyond: float | None = None  # how far its norm is outside of what it has been, against the others' (logarithm)
 
@@ -86,7 +89,8 @@ def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectC
     if context.own_past:
         changed = _changed_by_no_data(seen, where, sizes, context.norm_beyond)
         beyond_all = (context.above_highest or 0.0) >= 1.0 + sizes.changed_loss
-        fault = context.sudden and (changed or beyond_all)
+        rescaled = (context.inputs_beyond or 1.0) >= RESCALED
+        fault = context.sudden and (changed or beyond_all or rescaled)
         unsure = not fault and _may_be_no_data(seen, where, sizes)
         return Effect("warning" if fault else "info", size, of_data=not fault, slight=not large, unsure=unsure)
     fault = seen.ranks > 2 and (context.first_loss or 0.0) >= HIGH and _log(seen.loss) >= HIGH
@@ -271,7 +275,15 @@ class Weigher:
         norm_beyond = beyond(*self.recent.around(rank, others, since, "gradient norm")) if own_past else None
         if own_past and not self.recent.norm_moved_alone(rank, others, since):
             norm_beyond = 0.0
-        return EffectContext(random, own_past, above, unlike if math.isfinite(unlike) else None, sudden, norm_beyond)
+        return EffectContext(
+            random=random,
+            own_past=own_past,
+            above_highest=above,
+            first_loss=unlike if math.isfinite(unlike) else None,
+            inputs_beyond=self.recent.inputs_beyond(rank, since) if own_past else None,
+            sudden=sudden,
+            norm_beyond=norm_beyond,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         highest = {"highest": listed(self._highest), "looked": self._looked}

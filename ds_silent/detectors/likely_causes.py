@@ -167,6 +167,8 @@ def in_words(seen: Symptoms, other: str | None = None) -> str:
     if seen.cosine is not None:
         others = "" if seen.peers_cosine is None else f" (theirs with each other {seen.peers_cosine:.2g})"
         told.append(f"cosine with {them} {seen.cosine:.2g}{others}")
+    if seen.inputs is not None and _log(seen.inputs) > math.log(LARGE):
+        told.append(f"inputs {_number(seen.inputs)} times {theirs} (root mean square)")
     whose = "theirs" if other is None else other
     for name, own, others_have in (
         ("rows", seen.rows, seen.peers_rows),

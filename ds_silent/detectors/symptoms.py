@@ -29,6 +29,7 @@ SUDDEN = 64  # steps within which a change that came from one step to the next i
 BEFORE, FEWEST = 32, 3  # steps right before a change that say what was usual; at least so many
 ALONE, MOST = 2.0, 7 / 8  # times as far as so many of the others
 LONGER = 64  # steps before a change against which moves are measured: the more, the less noise
+LATE, SIZES = 8, 64  # steps by which a change may be dated late; sizes of inputs that show what is usual, at least
 _NAMES = ("loss", "norm", "cosine", "rows", "label tokens", "micro-batches", "inputs")
 _LOSS, _NORM, _COSINE, _ROWS, _TOKENS, _MICRO, _INPUTS = range(len(_NAMES))
 
@@ -143,6 +144,18 @@ class Recent:
         """The rank's median loss since then."""
         rows = [row[_LOSS, rank] for step, row in self._steps if step >= since]
         return _median(rows or [row[_LOSS, rank] for _, row in self._steps][-1:])
+
+    def inputs_beyond(self, rank: int, since: int) -> float | None:
+        """By which factor a rank's inputs are larger, or smaller, than any rank's have been before; 1.0: they are not.
+
+        None: fewer than SIZES are remembered.
+        """
+        sizes = np.array([row[_INPUTS] for step, row in self._steps if step < since - LATE])
+        usual = sizes[np.isfinite(sizes) & (sizes > 0.0)]
+        now = _median([row[_INPUTS, rank] for step, row in self._steps if step >= since])
+        if len(usual) < SIZES or not now:
+            return None
+        return max(now / float(usual.max()), float(usual.min()) / now, 1.0)
 
     def _directions(self, cosines: Array, rank: int, others: list[int]) -> tuple[float | None, float | None]:
         """Return medians of (T, N) mean cosines: the rank's own with the others, and theirs with each other."""

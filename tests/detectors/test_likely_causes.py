@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ds_silent.detectors.likely_causes import Symptoms, causes_in_words, in_words, likely_causes
@@ -142,6 +144,11 @@ def test_the_words() -> None:
         "loss 193 times theirs, gradient norm 190 times theirs, cosine with them 0.11 (theirs with each other 0.1), "
         "189 label tokens (theirs 180)"
     )
+    rescaled = in_words(replace(seen, inputs=10.0))
+    assert rescaled.endswith(
+        "(theirs with each other 0.1), inputs 10 times theirs (root mean square), 189 label tokens (theirs 180)"
+    )
+    assert "inputs" not in in_words(replace(seen, inputs=2.9))  # as far as own rows go
     words = causes_in_words(likely_causes(seen))
     assert words.startswith(
         "Most likely: 193 is about its number of label tokens (189): the loss is summed over them, not averaged. Else: "

@@ -112,6 +112,18 @@ def test_inputs_of_another_size_are_a_cause_if_they_were_not_so_before() -> None
     assert with_inputs(0.0, 0.0).symptoms(2, [0, 1], 21).inputs is None  # ids
 
 
+@pytest.mark.parametrize(("sizes", "factor"), [((4.0, 40.0), 10.0), ((4.0, 0.09), 10.0), ((50.0, 60.0), 1.2)])
+def test_inputs_are_beyond_what_those_of_any_rank_have_been(sizes: tuple[float, float], factor: float) -> None:
+    """Ranks 0 and 1 have 0.9 and 1.1, rank 2 its own rows; the change is dated up to LATE steps after it came."""
+    recent = Recent(3)
+    for step in range(1, 61):
+        inputs = (0.9, 1.1, sizes[step > 50])
+        recent.append(make(step, [1.0] * 3, [1.0] * 3, [0.3] * 3), Evidence(input_sizes=inputs))
+    assert recent.inputs_beyond(2, 51) == recent.inputs_beyond(2, 59) == pytest.approx(factor)
+    assert recent.inputs_beyond(0, 51) == 1.0  # larger than its own have been, or smaller, but not than any rank's
+    assert recent.inputs_beyond(2, 29) is None  # 20 steps of 3 ranks are too few
+
+
 def test_an_older_state_has_no_inputs() -> None:
     recent, again = with_inputs(1.0, 50.0), Recent(3)
     state = [[step, row[:6]] for step, row in recent.state_dict()]
