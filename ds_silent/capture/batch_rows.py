@@ -270,8 +270,7 @@ class RowIds:
         return pack_rows(together, self.sampling).to(device, non_blocking=True)
 
     def hashed(self, device: torch.device) -> Tensor | None:
-        """Hash all rows of the step under way, fp32 (ROW_NUMBERS,) on ``device``, before they are taken; None when
-        off."""
+        """Hash all rows of the step under way before they are taken, fp32 (ROW_NUMBERS,) on ``device``; None if off."""
         if not self.enabled:
             return None
         self._leave_out()

@@ -149,13 +149,15 @@ class OverlapTest(Detector):
             and self._own <= self._others / others / SELDOM
         ):
             self._over, ranks = True, self._sharing(record.world_size)
-            alone = "" if len(ranks) == record.world_size else f", {named(ranks)} alone"
+            some = len(ranks) < record.world_size
+            alone = f", {named(ranks)} alone" if some else ""
             message = (
                 f"Ranks read the same data{alone}: {share:.0%} of the rows so far had been taken before, "
                 f"{self._others:.0f} by another rank and {self._own:.0f} by the same."
             )
+            meant = "these ranks are meant to share a source, each" if some else "each rank is meant to read all data"
             remedy = (
-                "Do nothing if each rank is meant to read all data in an order of its own. Else give each rank files "
+                f"Do nothing if {meant} in an order of its own. Else give each rank files "
                 "or rows of its own (files[rank::world_size], split_dataset_by_node)."
             )
             severity: Severity = "info"

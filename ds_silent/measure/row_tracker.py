@@ -120,8 +120,7 @@ class RowTracker:
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
             pairs.update({(a, b): count for a, b, count in found.pairs})
-        visits, shared = self._epoch.visits, round(shared / rate)
-        sample = None if rate == 1.0 else rate
+        shared, sample = round(shared / rate), None if rate == 1.0 else rate
         told = CoverageStats(shared, sampled=sample, unsent=None if sample is None else sent.unsent)
         evidence = Evidence(
             duplicates=pairs,
@@ -134,18 +133,11 @@ class RowTracker:
             same_order=order,
         )
         if rows_in_epoch is None or self._partial:
-            share = None if self._partial or not visits else max(0.0, 1.0 - self._epoch.seen(None).value)
+            share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)
-        seen = self._epoch.seen(rows_in_epoch)
-        consumed = visits / rows_in_epoch
-        repeated = max(0.0, consumed - seen.value)
-        unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
-        anew: Severity | None = None
-        if self._before_anew:
-            anew = "warning" if walk.facts.shuffles else "info"  # else passes may be cut, and this be the next one
-        coverage = Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
-        told = replace(told, seen=seen.value, repeated=repeated)
-        return RowsOfStep(told, replace(evidence, coverage=coverage))
+        coverage = _coverage(self._epoch, rows_in_epoch, walk, rate, bool(self._before_anew))
+        repeated = max(0.0, coverage.epoch - coverage.seen)
+        return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
 
     def _without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
         """Return ranks that have taken no new rows while the others took ``STUCK`` batches.
@@ -267,6 +259,16 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
     of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=context.walk.deal.pass_rows, passes_alike=alike)
     return coverage, evidence_of(gathered, of_rows, context)
+
+
+def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool) -> Coverage:
+    """Return how much of its rows an epoch has seen; ``begun_anew``: a resumed run began its pass from the start."""
+    seen, consumed = epoch.seen(rows_in_epoch), epoch.visits / rows_in_epoch
+    unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
+    anew: Severity | None = None
+    if begun_anew:
+        anew = "warning" if walk.facts.shuffles else "info"  # else passes may be cut, and this be the next one
+    return Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
 
 
 def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds, int]:
