@@ -124,6 +124,7 @@ class RowIds:
         self.told = False  # all of that were ids that the script has told
         self.repeated = False  # there was nothing to take, as every forward took the batch before once more
         self._warned = self._again = False
+        self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
         self._label_tokens: Tensor | None = None
         self._input_sizes: list[Tensor] = []  # root mean squares, of the step's micro-batches whose inputs are no ids
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
@@ -145,19 +146,18 @@ class RowIds:
         if not self.enabled:
             begins()  # how a loader deals its rows is known without them
             return
-        self._under_way = None
         labels = kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
             tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
             self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
         tensors, mask = batch_tensors(args, kwargs)
         tensors = [tensor for tensor in tensors if tensor.ndim]
-        self._again = self._newest.repeated_by(tensors)
+        self._under_way, self._again = None, self._newest.repeated_by(tensors)
         if self._again:
             self._told_again()
             return
         self._begins |= begins()
-        self._input_sizes += sizes_of(tensors)
+        self._input_sizes += sizes_of(tensors) if self.is_measured() else []
         if self._given:
             given = self._given.pop(0)
             rows = {int(tensor.shape[0]) for tensor in tensors}

@@ -275,11 +275,11 @@ class StepCapture:
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
         rules = rules_of(framework, config)
-        rules = [self.settings.objective.places, *rules] if rules else rules
-        self.breach_check = BreachCheck(rules, framework, self.guard)
+        places = self.settings.objective.places
+        self.breach_check = BreachCheck([places, *rules] if rules else [], framework, self.guard)
         forwards = Forwards(framework.module, self.rows, self.loaders, self.settings, self.traced)
-        parts = (self._local, aggregate, forwards, self.settings)
-        self.moments = StepMoments(framework, self.guard, *parts, keep)
+        self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
+        self.rows.is_measured = lambda: self.moments.plan.measures
         self._patches = Patches()
         self._before: Observation | None = None  # of the step's reduction
 

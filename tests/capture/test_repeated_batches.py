@@ -48,6 +48,18 @@ def test_the_same_tensors_count_once(between: bool, view: bool) -> None:
     assert found + taken(rows) == (HASHED if view else 2 * HASHED)
 
 
+def test_the_size_of_inputs_is_read_at_measured_steps_alone() -> None:
+    rows, batches = RowIds(enabled=True, capacity=64, micro_batch=4), [torch.full((4, 2), size) for size in (3.0, 5.0)]
+    for measured, size in ((True, 4.0), (False, None)):
+        rows.is_measured = lambda measured=measured: measured  # type: ignore[misc]
+        for batch in batches:
+            rows.forward((batch,), {})
+        found = rows.take_input_size()
+        assert (None if found is None else float(found)) == size
+        rows.end_step()
+    assert len(taken(rows)) == 16  # rows are followed at every step
+
+
 def test_what_is_another_batch_counts() -> None:
     rows = RowIds(enabled=True, capacity=64, micro_batch=4)
     batch = torch.cat((new(), new()))
