@@ -119,6 +119,10 @@ class StepCounts:
         self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
         self.skipped, self.left_out, self.partly = skipped, left_out, partly
 
+    def correct(self, rows: int) -> None:
+        """Add rows of each rank that its tensors do not show; fewer than 0: there were fewer."""
+        self.rows += rows * self.data_ranks
+
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
         return {"step": self.step, "samples": self.rows}

@@ -19,9 +19,53 @@ from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.loss_origin import reduction_near
+from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
+from ds_silent.framework import StepCounts
 from ds_silent.rules.language_models import shifts_labels
+
+SURE = 32  # forwards that show whether each takes one batch of the loader
+
+
+class RowsOfData:
+    """Count rows of the data where a forward's tensors hold another number: pairs, several views, many packed into one.
+
+    Each such forward takes the rows of one batch. A script that cuts its batches into micro-batches of one row takes
+    more forwards than batches, one that joins several takes fewer: these count their tensors' rows.
+    """
+
+    def __init__(self) -> None:
+        self.unlike = False  # the tensors' rows are none of the data, as far as it is known yet
+        self.plain = False  # they are, for good
+        self._forwards = self._added = self._waiting = 0  # rows that were added, and that will be
+        self._one_each = False  # joined batches are out of the question
+
+    @property
+    def known(self) -> bool:
+        """Tell whether rows are counted that the data have."""
+        return not self._waiting
+
+    def missing(self, rows: int, loaders: LoaderWatch) -> int:
+        """Return how many rows of the data are to be added to those counted; ``rows``: of the forward's tensors."""
+        batch = loaders.batch if loaders.facts.rows else None
+        if self.plain or not batch or not rows:
+            return 0
+        if 1 < rows <= batch or batch == 1 == rows:  # as many, or the last ones
+            self.plain = not self.unlike
+            return 0
+        self._forwards, self.unlike = self._forwards + 1, True
+        self._one_each |= 0 <= loaders.ahead < loaders.forwards > 1
+        joined = rows > batch and not self._one_each and self._forwards >= SURE
+        if joined or (rows < batch and (loaders.ahead < 0 or loaders.deal.dealt == "unknown")):
+            self.plain, self.unlike, self._waiting = True, False, 0
+            return -self._added
+        self._waiting += batch - rows
+        if rows < batch and self._forwards < SURE:
+            return 0
+        more, self._waiting = self._waiting, 0
+        self._added += more
+        return more
 
 
 class Forwards:
@@ -30,12 +74,14 @@ class Forwards:
     def __init__(
         self,
         module: nn.Module,
+        counts: StepCounts,
         rows: RowIds,
         loaders: LoaderWatch,
         settings: LocalSettings,
         traced: TraceCapture | None = None,
     ):
-        self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
+        self._module, self._counts, self._rows, self._loaders, self._settings = module, counts, rows, loaders, settings
+        self.rows_of_data = RowsOfData()
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
@@ -66,6 +112,9 @@ class Forwards:
             self.evaluated = self._evaluated_loss = None
             self._settings.before_forward()
             rows()
+            if self._loaders.batch and not self.rows_of_data.plain:
+                own = rows_of(batch_tensors(args, kwargs)[0])
+                self._counts.correct(self.rows_of_data.missing(own, self._loaders))
             self._settings.objective.places.forward(args, kwargs)
         else:
             self.evaluated = rows

@@ -27,7 +27,7 @@ from ds_silent.observing.observe import Given, Subject, given_block, idle_observ
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import refuse_sparse_gradients, refuse_too_few_ranks
 from ds_silent.patches import Patches
-from ds_silent.preflight.inventory import Training
+from ds_silent.preflight.inventory import Training, rows_per_batch
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
 from ds_silent.replicas.compare import batch_statistics_of
@@ -124,13 +124,6 @@ def torch_optimizer(optimizer: Any) -> Any:
     """Return what an ``AcceleratedOptimizer`` holds, a torch optimizer in name only; else the optimizer itself."""
     accelerated = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return optimizer.optimizer if isinstance(optimizer, accelerated) else optimizer
-
-
-def rows_per_batch(loader: Any) -> int | None:
-    """Count the rows that a loader, its iterator or its batch sampler gives at once; None where it does not say."""
-    held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
-    sizes = (getattr(one, "batch_size", None) for one in held)
-    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def refuse_strange_optimizers(name: str, optimizers: Sequence[Any]) -> None:

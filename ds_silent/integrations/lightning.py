@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from ds_silent.extras import needs
 from ds_silent.framework import Promise
 from ds_silent.frameworks.attach import is_fsdp2
-from ds_silent.frameworks.torch_common import rows_per_batch
 from ds_silent.integrations.callback_config import attach_once, go_on
 from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
+from ds_silent.preflight.inventory import rows_per_batch
 
 
 def _callback_type() -> Any:

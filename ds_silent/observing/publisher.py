@@ -85,14 +85,17 @@ class Publisher:
         if self._tracer is not None:
             self._tracer.begin(objective.backwards)
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
-        facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
+        facts, of_data = (
+            DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles),
+            capture.moments.forwards.rows_of_data,
+        )
         return Context(
             counts.samples,
             counts.batch,
-            counts.samples / facts.rows if facts.rows else None,
+            counts.samples / facts.rows if facts.rows and of_data.known else None,
             seconds,
             capture.layer_names,
-            facts.rows,
+            None if of_data.unlike else facts.rows,
             capture.moments.skipped,
             counts.update_skipped,
             replace(walk, facts=facts),

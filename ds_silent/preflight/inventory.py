@@ -264,6 +264,16 @@ def samplers_in(loader: Any) -> list[Any]:
     return found
 
 
+def rows_per_batch(loader: Any) -> int | None:
+    """Count the rows that a loader, its iterator or its batch sampler gives a rank at once; None if it does not say."""
+    held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))
+    for one in held:
+        if isinstance(size := getattr(one, "batch_size", None), int):
+            parts = getattr(one, "num_processes", 1) if getattr(one, "split_batches", False) is True else 1
+            return size // parts if isinstance(parts, int) and parts > 0 else None  # accelerate's shard splits each
+    return None
+
+
 def length_of(data: Any) -> int | None:
     """Rows of a data set; None where it does not know."""
     try:

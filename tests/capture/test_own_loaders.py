@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
+from ds_silent.capture.forwards import RowsOfData
 from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -116,6 +118,51 @@ def test_loaders_that_take_turns_are_no_one_epoch() -> None:
     assert (watch.facts, watch.seen) == (DataFacts(), False)
 
 
+def _rows_by(style: str, ahead: int, passes: int = 2, rows: int = 1002, batch: int = 4) -> tuple[int, bool, int]:
+    """(rows of the data that a rank's forwards of such a script count, whether they are told as unlike; by hand)."""
+    sampler: Any = DistributedSampler(range(rows), 1, 0)  # type: ignore[arg-type]
+    watch, counted, found = LoaderWatch(1).connect(), 0, RowsOfData()
+    for _ in range(passes):
+        fetched: list[list[int]] = []
+        loader = iter(DataLoader(range(rows), batch_size=batch, sampler=sampler))  # type: ignore[arg-type]
+        while True:
+            for given in loader:
+                fetched.append(given.tolist())
+                if len(fetched) > ahead:
+                    break
+            if not fetched:
+                break
+            taken = fetched.pop(0)
+            if style == "joined":
+                taken += [row for given in fetched[:2] for row in given]
+                del fetched[:2]
+            shapes = {"pairs": [2 * len(taken)], "packed": [1], "in time": [37], "rows": [1] * len(taken)}
+            for shape in shapes.get(style, [len(taken)]):
+                watch.forward()
+                counted += shape + found.missing(shape, watch)
+    watch.remove()
+    return counted, found.unlike, passes * rows
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("style", "unlike", "off"),
+    [
+        ("plain", False, 0),
+        ("rows", False, 0),
+        ("joined", False, 0),
+        ("pairs", True, 4),
+        ("packed", True, 4),
+        ("in time", True, 4),
+    ],
+)
+def test_rows_of_the_data_are_counted_whatever_the_tensors_hold(style: str, ahead: int, unlike: bool, off: int) -> None:
+    """``off``: the last batch of each pass has 2 rows; it counts as a whole one where nothing shows how many it has."""
+    counted, told, rows = _rows_by(style, max(ahead, 2) if style == "joined" else ahead)
+    assert told == unlike
+    assert rows <= counted <= rows + off
+
+
 # -- in trainings -----------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +226,44 @@ def own_loop(output_dir: str, stage: int, style: str, epochs: tuple[int | None, 
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, taken)
     return everyone
+
+
+def unlike_loop(output_dir: str, style: str) -> None:
+    """A loop under DDP whose tensors hold another number of rows than the loader's batches."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=1e-3), Pairs(160)
+    sampler: Any = DistributedSampler(data)
+    config = {"output_dir": output_dir, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config=config, accumulation=2 if style == "row by row" else 1):
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for batch in DataLoader(data, batch_size=2, sampler=sampler):
+                inputs, labels = batch["inputs"], batch["labels"]
+                if style == "pairs":
+                    model(torch.cat([inputs, inputs + 1.0]), torch.cat([labels, labels])).backward()
+                elif style == "packed":
+                    model(inputs.flatten(0, 1)[None].unflatten(1, (-1, 6)), labels[None]).backward()
+                else:
+                    for one, label in zip(inputs, labels, strict=True):
+                        model(one[None], label[None]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("style", ["pairs", "packed", "row by row"])
+def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) -> None:
+    """160 rows, 2 ranks with 2 rows a step: 40 steps an epoch."""
+    run_distributed(unlike_loop, 2, (str(tmp_path), style))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(records) == 80
+    for record in records[32:]:  # by then it is sure that each forward takes a batch
+        assert (record["samples"], record["epoch"]) == (4 * record["step"], record["step"] / 40), record["step"]
+    for record in records:
+        assert record["epoch"] in (None, record["step"] / 40)
+        assert record["coverage"]["seen"] is None or style == "row by row"
+    assert style != "row by row" or [record["coverage"]["seen"] for record in records].count(1.0) == 2
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
 
 
 def oracle(taken: list[list[list[float]]], accumulation: int, per_epoch: int, rows: int) -> list[tuple[float, float]]:
