@@ -95,7 +95,7 @@ class Publisher:
             counts.samples / facts.rows if facts.rows and of_data.known else None,
             seconds,
             capture.layer_names,
-            None if of_data.unlike else facts.rows,
+            None if of_data.unlike and not walk.told else facts.rows,
             capture.moments.skipped,
             counts.update_skipped,
             replace(walk, facts=facts),

@@ -234,13 +234,20 @@ def unlike_loop(output_dir: str, style: str) -> None:
     model = DistributedDataParallel(Net())
     optimizer, data = torch.optim.SGD(model.parameters(), lr=1e-3), Pairs(160)
     sampler: Any = DistributedSampler(data)
-    config = {"output_dir": output_dir, "tensorboard": False}
-    with ds_silent.observe(model, optimizer, config=config, accumulation=2 if style == "row by row" else 1):
+    config, place = (
+        {"output_dir": output_dir, "tensorboard": False},
+        dict(zip(data.inputs[:, 0].tolist(), range(160), strict=True)),
+    )
+    accumulation = 2 if style == "row by row" else 1
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    with ds_silent.observe(model, optimizer, config=config, loader=loader, accumulation=accumulation) as observer:
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            for batch in DataLoader(data, batch_size=2, sampler=sampler):
+            for batch in loader:
                 inputs, labels = batch["inputs"], batch["labels"]
-                if style == "pairs":
+                if style == "pairs with ids":
+                    observer.observe_batch([place[first] for first in inputs[:, 0].tolist()])
+                if "pairs" in style:
                     model(torch.cat([inputs, inputs + 1.0]), torch.cat([labels, labels])).backward()
                 elif style == "packed":
                     model(inputs.flatten(0, 1)[None].unflatten(1, (-1, 6)), labels[None]).backward()
@@ -251,7 +258,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("style", ["pairs", "packed", "row by row"])
+@pytest.mark.parametrize("style", ["pairs", "pairs with ids", "packed", "row by row"])
 def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) -> None:
     """160 rows, 2 ranks with 2 rows a step: 40 steps an epoch."""
     run_distributed(unlike_loop, 2, (str(tmp_path), style))
@@ -261,8 +268,8 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
         assert (record["samples"], record["epoch"]) == (4 * record["step"], record["step"] / 40), record["step"]
     for record in records:
         assert record["epoch"] in (None, record["step"] / 40)
-        assert record["coverage"]["seen"] is None or style == "row by row"
-    assert style != "row by row" or [record["coverage"]["seen"] for record in records].count(1.0) == 2
+    seen = [record["coverage"]["seen"] for record in records]
+    assert seen.count(1.0) == 2 if style in ("row by row", "pairs with ids") else seen == [None] * 80
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
 
 
