@@ -14,7 +14,7 @@ A new setting needs a line in :class:`_Look`, :meth:`LocalSettings.code` and :me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -159,13 +159,13 @@ class LocalSettings:
             label_places=self.objective.places.code,
         )
 
-    def items(self, step: int, asked: bool, structural: bool, labels: bool = False) -> list[Item]:
+    def items(self, step: int, kinds: Container[str], structural: bool) -> list[Item]:
         """Return the items to compare when ranks differ, as they were at ``step``; equally many on every rank.
 
         Args:
-            asked: whether to compare the objectives.
+            kinds: what differs: objectives are compared, and where labels come from, only if they are in it, as some
+                ranks know them later than others.
             structural: whether objectives differ in more than numbers.
-            labels: whether to compare where labels come from, which some ranks know later than others.
         """
         look = self._looks.get(step) or self._look()
 
@@ -185,10 +185,10 @@ class LocalSettings:
         ]
         text, structure, factor = look.objective
         numbers = () if structural else (f"{factor:.6g}", text)
-        own = repr((structure, numbers) if asked else "")
+        own = repr((structure, numbers) if OBJECTIVE in kinds else "")
         objective = [
             item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
-            item_of(LABELS, OBJECTIVE, look.labels if labels else ""),
+            item_of(LABELS, OBJECTIVE, look.labels if "label_places" in kinds else ""),
         ]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]

@@ -147,8 +147,8 @@ class SettingsCheck:
             self._known, self._asked, self._questions = news
             self._answer = unlike(_named(self._asked, arrived), arrived.step)
             if self._asked and self._questions <= MOST_QUESTIONS:
-                asked = OBJECTIVE in self._asked, self._same_objective.structural, "label_places" in self._asked
-                items = guard.local(self.local.items, arrived.step, *asked) or []
+                structural = self._same_objective.structural
+                items = guard.local(self.local.items, arrived.step, self._asked, structural) or []
                 outcome = compare(items, framework.group, framework.device, guard.collective)
                 told = mismatches_of(events_of(outcome, arrived.step), arrived.known, outcome.world_size)
                 self._answer = told or self._answer
