@@ -92,6 +92,7 @@ class StepCounts:
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
     partly: bool = False  # some of its optimizers stepped, others did not
+    of_data: Callable[[int], int] = int  # rows of the data in a step, from those of its tensors
 
     @property
     def step(self) -> int:
@@ -115,13 +116,9 @@ class StepCounts:
 
     def take(self, rows: int, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
         """Count a step of that many rows of each rank, taken or left out."""
-        self.taken, self.rows = self.taken + 1, self.rows + rows * self.data_ranks
+        self.taken, self.rows = self.taken + 1, self.rows + self.of_data(rows) * self.data_ranks
         self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
         self.skipped, self.left_out, self.partly = skipped, left_out, partly
-
-    def correct(self, rows: int) -> None:
-        """Add rows of each rank that its tensors do not show; fewer than 0: there were fewer."""
-        self.rows += rows * self.data_ranks
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""

@@ -12,20 +12,18 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.capture.loss_origin import backward_is_compiled
-from ds_silent.capture.row_hashes import batch_tensors, row_hashes, rows_of
+from ds_silent.capture.row_hashes import RowDimension, batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_BYTES, MAX_ROWS, hash_rows, pack_rows, sampling_of
 
@@ -125,6 +123,8 @@ class RowIds:
         self.repeated = False  # there was nothing to take, as every forward took the batch before once more
         self._warned = self._again = False
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
+        self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
+        self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
         self._label_tokens: Tensor | None = None
         self._input_sizes: list[Tensor] = []  # root mean squares, of the step's micro-batches whose inputs are no ids
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
@@ -143,30 +143,29 @@ class RowIds:
         Args:
             begins: tells of a batch whether it is the first of a pass over the data.
         """
-        if not self.enabled:
-            begins()  # how a loader deals its rows is known without them
-            return
-        labels = kwargs.get("labels")
-        if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.dtype.is_floating_point:
-            tokens = (labels[:, 1:] != IGNORED_LABEL).sum()
-            self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
         tensors, mask = batch_tensors(args, kwargs)
         tensors = [tensor for tensor in tensors if tensor.ndim]
+        if not self.enabled:
+            begins()  # how a loader deals its rows is known without them
+            self.newest = self.dimension.rows(tensors, self.batch_of())
+            return
+        if (tokens := label_tokens_of(kwargs)) is not None:
+            self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
         if self._again:
             self._told_again()
             return
         self._begins |= begins()
+        self.newest = self.dimension.rows(tensors, self.batch_of())
         self._input_sizes += sizes_of(tensors) if self.is_measured() else []
         if self._given:
             given = self._given.pop(0)
-            rows = {int(tensor.shape[0]) for tensor in tensors}
-            if not rows or len(given) in rows | {self._micro_batch}:
+            if not tensors or len(given) in {self._micro_batch, *(int(tensor.shape[0]) for tensor in tensors)}:
                 self._add(given, told=True)
                 return
-            self._warn(len(given), rows_of(tensors))
+            self._warn(len(given), self.newest)
         if tensors:
-            self._add(row_hashes(tensors, mask), told=False)
+            self._add(row_hashes(tensors, mask, self.newest), told=False)
 
     def forwarded(self, output: Any) -> None:
         """Look whether a gradient will reach the output of the forward that has ended."""
@@ -279,13 +278,10 @@ class RowIds:
         together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
         return hash_rows(together, all(one.told for one in own), device)
 
-    def take_label_tokens(self) -> Tensor | None:
-        """Return the tokens that entered this step's loss, 0-dim; None when the inputs have no labels."""
-        return None if self._label_tokens is None else self._label_tokens.float()
-
-    def take_input_size(self) -> Tensor | None:
-        """Return the root mean square of the inputs of this step, 0-dim; None where they are ids, or not known."""
-        return torch.stack(self._input_sizes).mean() if self._input_sizes else None
+    def sizes(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return this step's tokens in its loss and the root mean square of its inputs, 0-dim; None: not known."""
+        tokens, inputs = self._label_tokens, self._input_sizes
+        return None if tokens is None else tokens.float(), torch.stack(inputs).mean() if inputs else None
 
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
@@ -315,84 +311,16 @@ def _with_graphs(output: Any) -> list[Tensor]:
     return found if len(found) <= _OUTPUTS else []
 
 
+def label_tokens_of(kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Count the tokens that enter the loss of a forward, 0-dim; None where it is given no labels, int (B, T)."""
+    labels = kwargs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.dtype.is_floating_point:
+        return None
+    return (labels[:, 1:] != IGNORED_LABEL).sum()
+
+
 def sizes_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return the root mean square, fp32 0-dim, of a micro-batch's first floats with rows; nothing where it has none."""
     floats = [one for one in tensors if one.ndim > 1 and one.is_floating_point() and one.layout == torch.strided]
     wide = [(one.detach(), torch.promote_types(one.dtype, torch.float32)) for one in floats[:1] if one.numel()]
     return [torch.linalg.vector_norm(one, dtype=dtype).float() / math.sqrt(one.numel()) for one, dtype in wide]
-
-
-# -- ids as scripts give them, in whatever form ------------------------------------------------------------------------
-
-
-def as_ids(given: Any) -> Tensor:
-    """Ids of a micro-batch's rows from what people have.
-
-    Args:
-        given: one integer per row: a tensor (any integer dtype and device), a numpy array, a list, a tuple, a range,
-            or anything that numpy reads as such; a single integer is a micro-batch of one row.
-
-    Returns:
-        int64 (rows,), where the ids were. Nothing waits for a device.
-
-    Raises:
-        TypeError: they are no integers (strings, floats, booleans, a mapping).
-        ValueError: there are more dimensions than one, or an id does not fit into 64 bits with a sign.
-    """
-    if isinstance(given, (list, tuple)) and any(isinstance(one, Tensor) for one in given):
-        given = _stacked(given)
-    if isinstance(given, Tensor):
-        kind, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
-        whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
-        ids = given.detach()
-        too_large = ids.dtype == torch.uint64 and ids.device.type == "cpu" and bool((ids.view(torch.int64) < 0).any())
-    else:
-        array = _array(given)
-        kind, shape = _kind(given, array), array.shape
-        whole = array.dtype.kind in "iu" or (array.size == 0 and isinstance(given, (list, tuple)))
-        numbers = given if isinstance(given, (list, tuple)) else [given]
-        if not whole and numbers and all(type(one) is int for one in numbers):  # numpy makes objects or floats of them
-            raise ValueError(f"{_TAKES}, got an integer that does not fit into 64 bits; pass a hash of it")
-        too_large = whole and bool(array.size) and int(array.max()) >= 1 << 63
-        ids = torch.from_numpy(array.astype(np.int64, copy=True)) if whole else torch.empty(0)
-    if not whole:
-        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
-    if len(shape) > 1:
-        raise ValueError(f"{_TAKES}, got {len(shape)} dimensions {tuple(shape)}; pass one id per row")
-    if too_large:
-        raise ValueError(f"{_TAKES}, got an integer above 2^63 - 1; view them as int64, or pass a hash")
-    return ids.to(torch.int64).reshape(-1)
-
-
-_TAKES = "observe_batch takes one integer id per row of this rank's micro-batch (a list, a numpy array or a 1-D tensor)"
-_INSTANCE = "pass the rows' places in the data set, for instance"
-
-
-def _stacked(given: Sequence[Any]) -> Tensor:
-    """A list of 0-dim tensors, as a data set without a collate function gives them."""
-    try:
-        return torch.stack([one if isinstance(one, Tensor) else torch.tensor(one) for one in given])
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{_TAKES}, got a list of tensors that are not one number each; pass integers") from None
-
-
-def _array(given: Any) -> npt.NDArray[Any]:
-    kind = _article(type(given).__name__)
-    if isinstance(given, (Mapping, set, frozenset, str, bytes)) or given is None:
-        raise TypeError(f"{_TAKES}, got {kind}; {_INSTANCE}")
-    try:
-        return np.asarray(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{_TAKES}, got {kind} of unequal parts; pass one id per row") from None
-
-
-def _kind(given: Any, array: npt.NDArray[Any]) -> str:
-    """What people would call it."""
-    if isinstance(given, (list, tuple)):
-        odd = next((one for one in given if type(one) is bool or not isinstance(one, (int, np.integer))), 0)
-        return f"a {type(given).__name__} of {type(odd).__name__}"
-    return f"an array of {array.dtype}" if array.dtype != object else _article(type(given).__name__)
-
-
-def _article(name: str) -> str:
-    return "None" if name == "NoneType" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

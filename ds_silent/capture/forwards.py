@@ -8,6 +8,7 @@ same, which is seen in what autograd has recorded. What is observed is the mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -19,53 +20,110 @@ from ds_silent.capture.batch_rows import IGNORED_LABEL, RowIds
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.loss_origin import reduction_near
-from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
 from ds_silent.framework import StepCounts
+from ds_silent.preflight.inventory import Dealing
 from ds_silent.rules.language_models import shifts_labels
 
-SURE = 32  # forwards that show whether each takes one batch of the loader
+_FEW = 3  # batches of a pass, none of which is the smaller last one
+AHEAD, KEPT = 16, 64  # batches that a script fetches ahead at most; times the rows of a batch that it trains it for
 
 
 class RowsOfData:
-    """Count rows of the data where a forward's tensors hold another number: pairs, several views, many packed into one.
+    """Count the rows of the data that a rank trains, where a loader says what it deals.
 
-    Each such forward takes the rows of one batch. A script that cuts its batches into micro-batches of one row takes
-    more forwards than batches, one that joins several takes fewer: these count their tensors' rows.
+    A forward's tensors may hold other rows: pairs, several views, many rows packed into one, or the same rows once
+    more. So no more rows count than the loader has dealt, less the batches that are fetched ahead: the fewest by which
+    it has been ahead of the forwards. Of a script that joins batches, it gets further ahead from forward to forward. A
+    script that keeps its batches and goes over them again is not followed: there the tensors' rows count.
     """
 
     def __init__(self) -> None:
-        self.unlike = False  # the tensors' rows are none of the data, as far as it is known yet
-        self.plain = False  # they are, for good
-        self._forwards = self._added = self._waiting = 0  # rows that were added, and that will be
-        self._one_each = False  # joined batches are out of the question
+        self.unlike = False  # the tensors' rows are none of the data
+        self.known = True  # whether each row counts that was trained
+        self._packed, self._joins = False, False
+        self._before = self._told = 0  # rows: of passes before; told in steps before
+        self._owed = 0  # rows of passes before that count as soon as it is sure that they were packed
+        self._begin(None)
 
-    @property
-    def known(self) -> bool:
-        """Tell whether rows are counted that the data have."""
-        return not self._waiting
+    def _begin(self, dealing: Dealing | None) -> None:
+        self._dealing, self._rows, self._fresh, self._forwards = dealing, 0, 0, 0  # of this pass; of new batches
+        self._ahead, self._last_ahead, self._may_join, self._ones = math.inf, 0, True, True
+        self._since, self._given, self._kept, self._short, self._more = (
+            0,
+            0,
+            False,
+            False,
+            False,
+        )  # rows since a batch was given
 
-    def missing(self, rows: int, loaders: LoaderWatch) -> int:
-        """Return how many rows of the data are to be added to those counted; ``rows``: of the forward's tensors."""
-        batch = loaders.batch if loaders.facts.rows else None
-        if self.plain or not batch or not rows:
+    def forward(self, rows: int, fresh: bool, dealing: Dealing | None, deals: bool) -> None:
+        """Take a training forward.
+
+        Args:
+            rows: of its tensors.
+            fresh: it is of another batch than the one before.
+            dealing: of the pass under way.
+            deals: whether the loader is known to deal this rank its share of all rows.
+        """
+        if dealing is None or not dealing.batch:
+            self._dealing = None
+            return
+        if dealing is not self._dealing:
+            self._before, fresh = self._before + self._counted(), True
+            self._owed += self._missing() if self._ones and not self._packed else 0
+            self._begin(dealing)
+        self._forwards += fresh
+        self._since = rows + (self._since if dealing.given == self._given else 0)
+        self._given, batch = dealing.given, dealing.batch
+        ahead = max(0, dealing.given - self._forwards)
+        if self._forwards > 1:  # where batches are joined, each forward takes more than the one by which it counts
+            sure = self._forwards > _FEW and ahead > self._forwards / 2
+            self._may_join = self._joins = self._may_join and (ahead > self._last_ahead or sure)
+        self._ahead, self._last_ahead = min(self._ahead, ahead), ahead
+        self._rows, self._fresh = self._rows + rows, self._fresh + rows * fresh
+        whole = self._forwards == 1 < dealing.given == dealing.batches
+        self._kept = self._kept or whole or self._since > KEPT * batch
+        self._ones = self._ones and rows == 1 < batch and self._forwards <= dealing.given and not self._kept
+        missing = self._missing()
+        if self._ones and deals and self._owed + missing > AHEAD * batch:
+            self._packed, self._before, self._owed = True, self._before + self._owed, 0
+        self._short = missing > 0 and (self._short or self._forwards < _FEW or missing >= 2 * batch)
+        joined_or_pairs = self._forwards == 1 and rows > batch and ahead > 0 and not self._before
+        self.known = self._packed or not (self._short or joined_or_pairs or (self._ones and self._owed))
+        self._more = self._more or rows > batch
+        more = self._more and not self._kept and self._fresh > self._dealt()
+        self.unlike = not self.known or self._packed or more
+
+    def _missing(self) -> int:
+        """Return how many rows fewer than its batches a forward for each has had; 0 where batches are cut."""
+        dealing = self._dealing
+        if dealing is None or self._kept or self._forwards > dealing.given:
             return 0
-        if 1 < rows <= batch or batch == 1 == rows:  # as many, or the last ones
-            self.plain = not self.unlike
+        return max(0, dealing.rows_in(self._forwards) - self._rows)
+
+    def _dealt(self) -> int:
+        """Return the rows of the batches that were not only fetched ahead."""
+        assert self._dealing is not None
+        ahead = 0 if self._joins else int(min(self._ahead, self._dealing.given))
+        return self._dealing.rows_in(self._dealing.given - ahead)
+
+    def _counted(self) -> int:
+        if self._dealing is None:
             return 0
-        self._forwards, self.unlike = self._forwards + 1, True
-        self._one_each |= 0 <= loaders.ahead < loaders.forwards > 1
-        joined = rows > batch and not self._one_each and self._forwards >= SURE
-        if joined or (rows < batch and (loaders.ahead < 0 or loaders.deal.dealt == "unknown")):
-            self.plain, self.unlike, self._waiting = True, False, 0
-            return -self._added
-        self._waiting += batch - rows
-        if rows < batch and self._forwards < SURE:
-            return 0
-        more, self._waiting = self._waiting, 0
-        self._added += more
-        return more
+        if self._packed:
+            return self._rows + self._missing()
+        return self._rows if self._kept else min(self._rows, self._dealt())
+
+    def of_step(self, rows: int) -> int:
+        """Return the rows of the data in the step that ends; ``rows``: of its tensors, which count without a loader."""
+        if self._dealing is None:
+            self._before = self._told = 0
+            return rows
+        now = self._before + self._counted()
+        rows, self._told = now - self._told, now
+        return rows
 
 
 class Forwards:
@@ -80,8 +138,10 @@ class Forwards:
         settings: LocalSettings,
         traced: TraceCapture | None = None,
     ):
-        self._module, self._counts, self._rows, self._loaders, self._settings = module, counts, rows, loaders, settings
-        self.rows_of_data = RowsOfData()
+        self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
+        self.rows_of_data, self._batches = RowsOfData(), 0
+        counts.of_data = self.rows_of_data.of_step
+        rows.batch_of = lambda: None if loaders.dealing is None else loaders.dealing.batch
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
@@ -105,19 +165,24 @@ class Forwards:
         self._times_share = times_its_share(self._module, kwargs)
         if (items := kwargs.get("num_items_in_batch")) is not None:
             self._settings.objective.items = items
-        rows = partial(self._rows.forward, args, kwargs, self._loaders.forward)
+        rows = partial(self._take_rows, args, kwargs)
         if self._order is not None:
             self._order.begin()
         if self._module.training:  # a wrapper's own flag stays when its module is set to evaluate
             self.evaluated = self._evaluated_loss = None
             self._settings.before_forward()
             rows()
-            if self._loaders.batch and not self.rows_of_data.plain:
-                own = rows_of(batch_tensors(args, kwargs)[0])
-                self._counts.correct(self.rows_of_data.missing(own, self._loaders))
             self._settings.objective.places.forward(args, kwargs)
         else:
             self.evaluated = rows
+
+    def _take_rows(self, args: Any, kwargs: Any) -> None:
+        self._rows.forward(args, kwargs, self._loaders.forward)
+        loaders, before = self._loaders, self._batches
+        self._batches = loaders.forwards
+        deals = loaders.facts.rows is not None and loaders.deal.dealt != "unknown"
+        rows = self._rows.newest if self._rows.dimension.known else 0
+        self.rows_of_data.forward(rows, self._batches != before, loaders.dealing, deals)
 
     def forwarded(self, module: Any, inputs: Any, output: Any) -> None:
         """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""
@@ -174,7 +239,7 @@ class Forwards:
 
     def observed(self, scale: float | Tensor) -> Loss[float | Tensor]:
         """Return the numbers of an observation; ``scale``: the factor on all gradients."""
-        tokens, inputs = self._rows.take_label_tokens(), self._rows.take_input_size()
+        tokens, inputs = self._rows.sizes()
         losses = self._losses or self._shares or self._of_forwards
         shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
         return Loss(

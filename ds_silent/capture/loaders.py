@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, da
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
 from ds_silent.preflight.comparison import PreflightOutcome
-from ds_silent.preflight.inventory import length_of, rows_per_batch, sampler_facts, samplers_in
+from ds_silent.preflight.inventory import Dealing, dealing_of, length_of, sampler_facts, samplers_in
 from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
@@ -123,9 +123,8 @@ class LoaderWatch(_Watch):
         self._batches = 0  # that were trained in it
         self._sampler: weakref.ref[Any] | None = None  # of its batches
         self._newest_sampler: weakref.ref[Any] | None = None
-        self._newest_skips = self._given_in_pass = 0  # batches: skipped, and given, by the newest pass
-        self._newest_batch: int | None = None
-        self.batch: int | None = None  # rows of the data in each batch of this rank
+        self._newest_skips = 0
+        self._dealt: dict[int, Dealing] = {}  # of the newest passes
         self._mixed = False
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
@@ -147,18 +146,21 @@ class LoaderWatch(_Watch):
             self._newest_facts = data_facts(iterator, self._ranks)
             self._newest_deal = deal_of(iterator, self._ranks)
             self._newest_sampler, self._newest_skips = batches_of(iterator)
-            self._newest_batch = rows_per_batch(iterator)
-        self._newest, self._given_in_pass = number, getattr(iterator, "_num_yielded", 0)
+            for old in [*self._dealt][:-3]:
+                del self._dealt[old]
+            self._dealt[number] = dealing_of(iterator)
+        self._newest = number
+        self._dealt[number].given = getattr(iterator, "_num_yielded", 0)
+
+    @property
+    def dealing(self) -> Dealing | None:
+        """Return what the pass under way has dealt to this rank; None without one, and where several take turns."""
+        return None if self._mixed else self._dealt.get(self._training)
 
     @property
     def forwards(self) -> int:
-        """Return the forwards of the pass under way."""
+        """Return how many batches were trained; one that is forwarded again counts once."""
         return self._batches
-
-    @property
-    def ahead(self) -> int:
-        """Return how many batches more than forwards the pass under way has given."""
-        return self._given_in_pass + self._newest_skips - self._batches
 
     def forward(self) -> bool:
         """Note a training forward; return whether its batch is the first of a pass over the data.
@@ -172,7 +174,7 @@ class LoaderWatch(_Watch):
         if self._newest == self._training:
             return False
         if self._newest < self._training:  # back to one that had begun before: they take turns
-            self.facts, self.batch, self.seen, self._mixed = DataFacts(), None, False, True
+            self.facts, self.seen, self._mixed = DataFacts(), False, True
             return False
         sampler = None if self._sampler is None else self._sampler()
         same = sampler is not None and self._newest_sampler is not None and self._newest_sampler() is sampler
@@ -182,7 +184,7 @@ class LoaderWatch(_Watch):
                 self._deal = self._newest_deal
             return False
         self._sampler, self._batches = self._newest_sampler, self._newest_skips + 1
-        self.facts, self.batch, self.seen, self._training = self._newest_facts, self._newest_batch, True, self._newest
+        self.facts, self.seen, self._training = self._newest_facts, True, self._newest
         self._deal = self._known_before(self._newest_deal, same)
         return True
 

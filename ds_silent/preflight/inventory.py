@@ -264,6 +264,29 @@ def samplers_in(loader: Any) -> list[Any]:
     return found
 
 
+@dataclass
+class Dealing:
+    """What one pass of a loader deals to this rank: batches, and rows of the data in each; None: not known."""
+
+    batch: int | None
+    batches: int | None
+    rows: int | None  # of the pass
+    given: int = 0  # batches so far
+
+    def rows_in(self, batches: int) -> int:
+        """Return the rows of so many batches; the last one may be smaller."""
+        rows = (self.batch or 0) * max(0, batches)
+        return rows if self.rows is None else min(rows, self.rows)
+
+
+def dealing_of(iterator: Any) -> Dealing:
+    """Read how many rows an iterator's batches hold. A data set that makes batches itself gives one item at a time."""
+    sampler = getattr(iterator, "_index_sampler", None)
+    alone = getattr(iterator, "_auto_collation", True) is False
+    inner = sampler if alone else getattr(sampler, "sampler", None)
+    return Dealing(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
+
+
 def rows_per_batch(loader: Any) -> int | None:
     """Count the rows that a loader, its iterator or its batch sampler gives a rank at once; None if it does not say."""
     held = (loader, getattr(loader, "batch_sampler", None), getattr(loader, "_index_sampler", None))

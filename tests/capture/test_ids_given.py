@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.capture.batch_rows import RowIds, as_ids
-from ds_silent.capture.row_hashes import row_hashes
+from ds_silent.capture.batch_rows import RowIds
+from ds_silent.capture.row_hashes import as_ids, row_hashes
 from ds_silent.exchange.row_ids import unpack_ids
 from ds_silent.frameworks.torch_common import rows_in
 from ds_silent.sinks.jsonl import read_events, read_metrics

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 import ds_silent
 from ds_silent.capture.forwards import RowsOfData
 from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
+from ds_silent.capture.row_hashes import RowDimension, batch_tensors, rows_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
@@ -118,49 +119,81 @@ def test_loaders_that_take_turns_are_no_one_epoch() -> None:
     assert (watch.facts, watch.seen) == (DataFacts(), False)
 
 
-def _rows_by(style: str, ahead: int, passes: int = 2, rows: int = 1002, batch: int = 4) -> tuple[int, bool, int]:
-    """(rows of the data that a rank's forwards of such a script count, whether they are told as unlike; by hand)."""
+BATCH = 4
+
+
+def _rows_by(style: str, ahead: int, rows: int, passes: int = 2) -> tuple[int, bool, bool, int]:
+    """(rows that a rank's forwards of such a script count, whether they are known and unlike, rows of its batches)."""
     sampler: Any = DistributedSampler(range(rows), 1, 0)  # type: ignore[arg-type]
-    watch, counted, found = LoaderWatch(1).connect(), 0, RowsOfData()
+    watch, counted, taken, found, before = LoaderWatch(1).connect(), 0, 0, RowsOfData(), 0
+    kept = list(DataLoader(range(rows), batch_size=BATCH, sampler=sampler))  # type: ignore[arg-type]
     for _ in range(passes):
-        fetched: list[list[int]] = []
-        loader = iter(DataLoader(range(rows), batch_size=batch, sampler=sampler))  # type: ignore[arg-type]
+        fetched: list[int] = []
+        loader: Any = kept if style == "kept" else DataLoader(range(rows), batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
+        loader = iter(loader)
         while True:
             for given in loader:
-                fetched.append(given.tolist())
+                fetched.append(len(given))
                 if len(fetched) > ahead:
                     break
             if not fetched:
                 break
-            taken = fetched.pop(0)
+            own = fetched.pop(0)
             if style == "joined":
-                taken += [row for given in fetched[:2] for row in given]
-                del fetched[:2]
-            shapes = {"pairs": [2 * len(taken)], "packed": [1], "in time": [37], "rows": [1] * len(taken)}
-            for shape in shapes.get(style, [len(taken)]):
+                own, fetched = own + sum(fetched[:2]), fetched[2:]
+            taken += own
+            shapes = {
+                "pairs": [2 * own],
+                "packed": [1],
+                "in time": [37],
+                "rows": [1] * own,
+                "two views": [own, own],
+                "half": [own // 2],
+            }
+            for shape in shapes.get(style, [own]):
                 watch.forward()
-                counted += shape + found.missing(shape, watch)
+                found.forward(shape, watch.forwards != before, watch.dealing, deals=True)
+                before = watch.forwards
+            counted += found.of_step(sum(shapes.get(style, [own])))
+            # of batches that are forwarded more than once nobody knows how many were fetched ahead
+            assert counted <= taken + (ahead * BATCH if style == "two views" else 0), "rows that were not trained"
     watch.remove()
-    return counted, found.unlike, passes * rows
+    return counted, found.known, found.unlike, taken
 
 
+@pytest.mark.parametrize("rows", [1000, 1002])
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 @pytest.mark.parametrize(
-    ("style", "unlike", "off"),
+    ("style", "known", "unlike"),
     [
-        ("plain", False, 0),
-        ("rows", False, 0),
-        ("joined", False, 0),
-        ("pairs", True, 4),
-        ("packed", True, 4),
-        ("in time", True, 4),
+        ("plain", True, False),
+        ("rows", True, False),
+        ("kept", True, False),
+        ("joined", True, False),
+        ("pairs", True, True),
+        ("two views", True, False),
+        ("packed", True, True),
+        ("in time", True, True),
+        ("half", False, True),
     ],
 )
-def test_rows_of_the_data_are_counted_whatever_the_tensors_hold(style: str, ahead: int, unlike: bool, off: int) -> None:
-    """``off``: the last batch of each pass has 2 rows; it counts as a whole one where nothing shows how many it has."""
-    counted, told, rows = _rows_by(style, max(ahead, 2) if style == "joined" else ahead)
-    assert told == unlike
-    assert rows <= counted <= rows + off
+def test_rows_of_the_data_are_counted_whatever_the_tensors_hold(
+    style: str, known: bool, unlike: bool, ahead: int, rows: int
+) -> None:
+    counted, *told, taken = _rows_by(style, max(ahead, 2) if style == "joined" else ahead, rows)
+    assert told == [known, unlike]
+    assert counted == (taken // 2 if style == "half" else taken)
+
+
+@pytest.mark.parametrize("names", [("causal_mask", "tokens"), ("classes", "images")])
+def test_a_constant_beside_the_batch_is_not_its_rows(names: tuple[str, str]) -> None:
+    """By the loader where it is known, for the smaller last batch too; else masks come behind."""
+    dimension = RowDimension()
+    for length in (8, 8, 5):
+        inputs = dict(zip(names, (torch.ones(20, 20), torch.ones(length, 20)), strict=True))
+        tensors, _ = batch_tensors((), inputs)
+        assert dimension.rows(tensors, 8) == length
+        assert rows_of(tensors) == (length if "mask" in names[0] else 20)
 
 
 # -- in trainings -----------------------------------------------------------------------------------------------------
@@ -264,7 +297,7 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
     run_distributed(unlike_loop, 2, (str(tmp_path), style))
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert len(records) == 80
-    for record in records[32:]:  # by then it is sure that each forward takes a batch
+    for record in records[34:]:  # by then it is sure that packed rows are meant
         assert (record["samples"], record["epoch"]) == (4 * record["step"], record["step"] / 40), record["step"]
     for record in records:
         assert record["epoch"] in (None, record["step"] / 40)

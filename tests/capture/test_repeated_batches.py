@@ -54,7 +54,7 @@ def test_the_size_of_inputs_is_read_at_measured_steps_alone() -> None:
         rows.is_measured = lambda measured=measured: measured  # type: ignore[misc]
         for batch in batches:
             rows.forward((batch,), {})
-        found = rows.take_input_size()
+        _, found = rows.sizes()
         assert (None if found is None else float(found)) == size
         rows.end_step()
     assert len(taken(rows)) == 16  # rows are followed at every step
