@@ -30,6 +30,69 @@ _FEW = 3  # batches of a pass, none of which is the smaller last one
 AHEAD, KEPT = 16, 64  # batches that a script fetches ahead at most; times the rows of a batch that it trains it for
 
 
+class _Pass:
+    """Count the forwards on one pass of a loader, by their tensors' rows and by what the loader has dealt."""
+
+    def __init__(self, dealing: Dealing, batch: int, joins: bool):
+        """``joins``: the passes before took several batches in a forward."""
+        self.dealing, self.batch = dealing, batch
+        self.rows = self.fresh = 0  # of the tensors; of new batches
+        self.forwards = 0
+        self.ahead, self._ahead_now = math.inf, 0  # batches more than forwards: the fewest, and by the newest
+        self.joins, self._may_join = joins, True
+        self._since = self._given = 0  # rows since a batch was given
+        self.kept = False  # the script goes over batches again that it keeps
+        self.single = True  # each forward has one row, of batches of several
+        self.more = self.short = False  # a forward has had more rows than a batch; all together have had fewer
+
+    def forward(self, rows: int, fresh: bool) -> None:
+        """Take a forward; ``fresh``: of another batch than the one before."""
+        dealing, batch = self.dealing, self.batch
+        self.forwards += fresh
+        self._since = rows + (self._since if dealing.given == self._given else 0)
+        self._given, ahead = dealing.given, max(0, dealing.given - self.forwards)
+        if self.forwards > 1:  # where batches are joined, each forward takes more than the one by which it counts
+            sure = self.forwards > _FEW and ahead > self.forwards / 2
+            self._may_join = self.joins = self._may_join and (ahead > self._ahead_now or sure)
+        self.ahead, self._ahead_now = min(self.ahead, ahead), ahead
+        self.rows, self.fresh = self.rows + rows, self.fresh + rows * fresh
+        whole = self.forwards == 1 < dealing.given == dealing.batches
+        self.kept = self.kept or whole or self._since > KEPT * batch
+        self.single = self.single and rows == 1 < batch and self.forwards <= dealing.given and not self.kept
+        self.more = self.more or rows > batch
+        missing = self.missing
+        self.short = missing > 0 and (self.short or self.forwards < _FEW or missing >= 2 * batch)
+
+    @property
+    def missing(self) -> int:
+        """Return how many rows fewer than its batches a forward for each has had; 0 where batches are cut."""
+        if self.kept or self.forwards > self.dealing.given:
+            return 0
+        return max(0, self.dealing.rows_in(self.forwards) - self.rows)
+
+    @property
+    def dealt(self) -> int:
+        """Return the rows of the batches that were not only fetched ahead."""
+        ahead = 0 if self.joins else int(min(self.ahead, self.dealing.given))
+        return self.dealing.rows_in(self.dealing.given - ahead)
+
+    @property
+    def unlike(self) -> bool:
+        """Tell whether forwards have more rows than the data, as pairs and several views at once."""
+        return self.more and not self.kept and self.fresh > self.dealt
+
+    @property
+    def doubtful(self) -> bool:
+        """Tell whether it is open what the first forward's rows are: of several batches joined, or of pairs."""
+        return self.forwards == 1 and self.more and self.ahead > 0
+
+    def counted(self, packed: bool) -> int:
+        """Return the rows of the data."""
+        if packed:
+            return self.rows + self.missing
+        return self.rows if self.kept else min(self.rows, self.dealt)
+
+
 class RowsOfData:
     """Count the rows of the data that a rank trains, where a loader says what it deals.
 
@@ -41,22 +104,11 @@ class RowsOfData:
 
     def __init__(self) -> None:
         self.unlike = False  # the tensors' rows are none of the data
-        self.known = True  # whether each row counts that was trained
-        self._packed, self._joins = False, False
+        self.known = True  # each row counts that was trained
+        self._pass: _Pass | None = None  # None: nobody says what is dealt
+        self._packed = False
         self._before = self._told = 0  # rows: of passes before; told in steps before
         self._owed = 0  # rows of passes before that count as soon as it is sure that they were packed
-        self._begin(None)
-
-    def _begin(self, dealing: Dealing | None) -> None:
-        self._dealing, self._rows, self._fresh, self._forwards = dealing, 0, 0, 0  # of this pass; of new batches
-        self._ahead, self._last_ahead, self._may_join, self._ones = math.inf, 0, True, True
-        self._since, self._given, self._kept, self._short, self._more = (
-            0,
-            0,
-            False,
-            False,
-            False,
-        )  # rows since a batch was given
 
     def forward(self, rows: int, fresh: bool, dealing: Dealing | None, deals: bool) -> None:
         """Take a training forward.
@@ -67,61 +119,30 @@ class RowsOfData:
             dealing: of the pass under way.
             deals: whether the loader is known to deal this rank its share of all rows.
         """
+        own = self._pass
         if dealing is None or not dealing.batch:
-            self._dealing = None
+            self._pass = None
             return
-        if dealing is not self._dealing:
-            self._before, fresh = self._before + self._counted(), True
-            self._owed += self._missing() if self._ones and not self._packed else 0
-            self._begin(dealing)
-        self._forwards += fresh
-        self._since = rows + (self._since if dealing.given == self._given else 0)
-        self._given, batch = dealing.given, dealing.batch
-        ahead = max(0, dealing.given - self._forwards)
-        if self._forwards > 1:  # where batches are joined, each forward takes more than the one by which it counts
-            sure = self._forwards > _FEW and ahead > self._forwards / 2
-            self._may_join = self._joins = self._may_join and (ahead > self._last_ahead or sure)
-        self._ahead, self._last_ahead = min(self._ahead, ahead), ahead
-        self._rows, self._fresh = self._rows + rows, self._fresh + rows * fresh
-        whole = self._forwards == 1 < dealing.given == dealing.batches
-        self._kept = self._kept or whole or self._since > KEPT * batch
-        self._ones = self._ones and rows == 1 < batch and self._forwards <= dealing.given and not self._kept
-        missing = self._missing()
-        if self._ones and deals and self._owed + missing > AHEAD * batch:
+        if own is None or own.dealing is not dealing:
+            if own is not None:
+                self._before += own.counted(self._packed)
+                self._owed += own.missing if own.single and not self._packed else 0
+            self._pass, fresh = _Pass(dealing, dealing.batch, own is not None and own.joins), True
+        own = self._pass
+        assert own is not None
+        own.forward(rows, fresh)
+        if own.single and deals and self._owed + own.missing > AHEAD * own.batch:
             self._packed, self._before, self._owed = True, self._before + self._owed, 0
-        self._short = missing > 0 and (self._short or self._forwards < _FEW or missing >= 2 * batch)
-        joined_or_pairs = self._forwards == 1 and rows > batch and ahead > 0 and not self._before
-        self.known = self._packed or not (self._short or joined_or_pairs or (self._ones and self._owed))
-        self._more = self._more or rows > batch
-        more = self._more and not self._kept and self._fresh > self._dealt()
-        self.unlike = not self.known or self._packed or more
-
-    def _missing(self) -> int:
-        """Return how many rows fewer than its batches a forward for each has had; 0 where batches are cut."""
-        dealing = self._dealing
-        if dealing is None or self._kept or self._forwards > dealing.given:
-            return 0
-        return max(0, dealing.rows_in(self._forwards) - self._rows)
-
-    def _dealt(self) -> int:
-        """Return the rows of the batches that were not only fetched ahead."""
-        assert self._dealing is not None
-        ahead = 0 if self._joins else int(min(self._ahead, self._dealing.given))
-        return self._dealing.rows_in(self._dealing.given - ahead)
-
-    def _counted(self) -> int:
-        if self._dealing is None:
-            return 0
-        if self._packed:
-            return self._rows + self._missing()
-        return self._rows if self._kept else min(self._rows, self._dealt())
+        doubtful = own.short or (own.single and self._owed > 0) or (own.doubtful and not self._before)
+        self.known = self._packed or not doubtful
+        self.unlike = self._packed or doubtful or own.unlike
 
     def of_step(self, rows: int) -> int:
         """Return the rows of the data in the step that ends; ``rows``: of its tensors, which count without a loader."""
-        if self._dealing is None:
+        if self._pass is None:
             self._before = self._told = 0
             return rows
-        now = self._before + self._counted()
+        now = self._before + self._pass.counted(self._packed)
         rows, self._told = now - self._told, now
         return rows
 
