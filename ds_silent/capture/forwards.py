@@ -22,7 +22,7 @@ from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.loss_origin import reduction_near
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
-from ds_silent.framework import StepCounts
+from ds_silent.framework import Framework
 from ds_silent.preflight.inventory import Dealing
 from ds_silent.rules.language_models import shifts_labels
 
@@ -152,16 +152,17 @@ class Forwards:
 
     def __init__(
         self,
-        module: nn.Module,
-        counts: StepCounts,
+        framework: Framework,
+        local: Callable[..., Any],
         rows: RowIds,
         loaders: LoaderWatch,
         settings: LocalSettings,
         traced: TraceCapture | None = None,
     ):
-        self._module, self._rows, self._loaders, self._settings = module, rows, loaders, settings
+        """``local``: calls what must not reach the training when it breaks."""
+        self._module, self._rows, self._loaders, self._settings = framework.module, rows, loaders, settings
         self.rows_of_data, self._batches = RowsOfData(), 0
-        counts.of_data = self.rows_of_data.of_step
+        framework.counts.of_data = lambda rows: local(self.rows_of_data.of_step, rows) or 0
         rows.batch_of = lambda: None if loaders.dealing is None else loaders.dealing.batch
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's

@@ -277,7 +277,7 @@ class StepCapture:
         rules = rules_of(framework, config)
         places = self.settings.objective.places
         self.breach_check = BreachCheck([places, *rules] if rules else [], framework, self.guard)
-        forwards = Forwards(framework.module, framework.counts, self.rows, self.loaders, self.settings, self.traced)
+        forwards = Forwards(framework, self.guard.local, self.rows, self.loaders, self.settings, self.traced)
         self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
         self.rows.is_measured = lambda: self.moments.plan.measures
         self._patches = Patches()
