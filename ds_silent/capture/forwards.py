@@ -82,7 +82,7 @@ class _Pass:
         return self.more and not self.kept and self.fresh > self.dealt
 
     @property
-    def doubtful(self) -> bool:
+    def pairs_or_joined(self) -> bool:
         """Tell whether it is open what the first forward's rows are: of several batches joined, or of pairs."""
         return self.forwards == 1 and self.more and self.ahead > 0
 
@@ -123,17 +123,16 @@ class RowsOfData:
         if dealing is None or not dealing.batch:
             self._pass = None
             return
+        if own is not None and own.dealing is not dealing:
+            self._before += own.counted(self._packed)
+            self._owed += own.missing if own.single and not self._packed else 0
         if own is None or own.dealing is not dealing:
-            if own is not None:
-                self._before += own.counted(self._packed)
-                self._owed += own.missing if own.single and not self._packed else 0
-            self._pass, fresh = _Pass(dealing, dealing.batch, own is not None and own.joins), True
-        own = self._pass
-        assert own is not None
+            own, fresh = _Pass(dealing, dealing.batch, own is not None and own.joins), True
+        self._pass = own
         own.forward(rows, fresh)
         if own.single and deals and self._owed + own.missing > AHEAD * own.batch:
             self._packed, self._before, self._owed = True, self._before + self._owed, 0
-        doubtful = own.short or (own.single and self._owed > 0) or (own.doubtful and not self._before)
+        doubtful = own.short or (own.single and self._owed > 0) or (own.pairs_or_joined and not self._before)
         self.known = self._packed or not doubtful
         self.unlike = self._packed or doubtful or own.unlike
 

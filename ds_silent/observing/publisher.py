@@ -85,10 +85,8 @@ class Publisher:
         if self._tracer is not None:
             self._tracer.begin(objective.backwards)
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
-        facts, of_data = (
-            DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles),
-            capture.moments.forwards.rows_of_data,
-        )
+        facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
+        of_data = capture.moments.forwards.rows_of_data
         return Context(
             counts.samples,
             counts.batch,

@@ -281,10 +281,13 @@ class Dealing:
 
 def dealing_of(iterator: Any) -> Dealing:
     """Read how many rows an iterator's batches hold. A data set that makes batches itself gives one item at a time."""
-    sampler = getattr(iterator, "_index_sampler", None)
-    alone = getattr(iterator, "_auto_collation", True) is False
-    inner = sampler if alone else getattr(sampler, "sampler", None)
-    return Dealing(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
+    try:
+        sampler = getattr(iterator, "_index_sampler", None)
+        alone = getattr(iterator, "_auto_collation", True) is False
+        inner = sampler if alone else getattr(sampler, "sampler", None)
+        return Dealing(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
+    except Exception:  # somebody else's property
+        return Dealing(None, None, None)
 
 
 def rows_per_batch(loader: Any) -> int | None:
