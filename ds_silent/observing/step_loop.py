@@ -89,8 +89,9 @@ class StepLoop:
         self._exchange = make_exchange(layout, capture.group, capture.device, capture.arithmetic.total)
         self._checker = _checker_of(capture, config, layout)
         self._responder = responder = Responder(capture, self._exchange, self._checker, config)
-        items = capture.framework.replicated()
-        self.replicas = ReplicaChecks(config, items, capture.group, responder.compares_replicas)
+        framework, compares = capture.framework, responder.compares_replicas
+        part = partial(getattr, framework, "averages_weights")
+        self.replicas = ReplicaChecks(config, framework.replicated(), capture.group, compares, part)
         self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
         self.unanswered: Exception | None = None

@@ -235,8 +235,11 @@ class ReplicaChecks:
         replicated: tuple[Items, Callable[[], Items]],
         group: dist.ProcessGroup,
         after_updates: bool,
+        part: Callable[[], bool] = lambda: False,
     ):
+        """``part``: tells whether replicas part by design now."""
         parameters, others = replicated
+        self._part = part
         self.due = False  # compare next time, whatever the interval says; the same on every rank
         self.wanted = False  # this rank wants all to compare
         self.after_updates = after_updates  # a response compares then; observations do not
@@ -261,7 +264,7 @@ class ReplicaChecks:
             step: the framework's own, as the key.
             scheduled: the step that ranks agree on.
         """
-        if self._replicas is None or self.after_updates:
+        if self._replicas is None or self.after_updates or self._part():
             return None
         due = self.take_due() or self._passed(scheduled, self._every)
         if not due and not self._passed(scheduled, -(-self._every // REMEMBERED)):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,28 @@ def local_sgd(directory: str) -> dict[str, Any]:
     return train_plainly(model, optimizer, directory)
 
 
+def weights_averaged(directory: str) -> dict[str, Any]:
+    """Average weights every second step, and no gradient, with accelerate's ``LocalSGD``."""
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import DistributedType
+
+    def mean(tensor: Tensor, reduction: str) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor / dist.get_world_size()
+
+    model, optimizer = build(DDPCase())
+    members = {"wait_for_everyone": dist.barrier, "autocast": nullcontext, "reduce": mean}
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, **members)
+    averaged = LocalSGD(accelerator, model, 2)
+    return train_plainly(model, optimizer, directory, dict.fromkeys(range(1, STEPS), averaged.step), averaged)
+
+
+def averaged_by_hand(directory: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Average no gradient; the weights' turn would come later."""
+    model, optimizer = build(DDPCase())
+    return train_plainly(model, optimizer, directory, None, model.no_sync(), block)
+
+
 def lossy_later(directory: str, after: int, hook: Hook) -> dict[str, Any]:
     model, optimizer = build(DDPCase())
     return train_plainly(model, optimizer, directory, {after: lambda: model.register_comm_hook(None, hook)})
@@ -191,11 +214,13 @@ def train_plainly(
     optimizer: torch.optim.Optimizer,
     directory: str,
     before: Mapping[int, Callable[[], object]] | None = None,
+    within: AbstractContextManager[Any] | None = None,
+    integrity: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """``before``: what the script does before the step with that number."""
+    """``before``: what the script does before the step with that number; ``within``: what it trains in."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": 2}}
-    with ds_silent.observe(model, optimizer, config=block):
+    block = {"output_dir": directory, "tensorboard": False, "integrity": integrity or {"replica_interval": 2}}
+    with ds_silent.observe(model, optimizer, config=block), within or nullcontext():
         for step in range(STEPS):
             (before or {}).get(step, int)()
             model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
@@ -220,6 +245,18 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
     assert found["events"] == []
     assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
     assert json.loads((tmp_path / "run.json").read_text())["observed"]["replicas"] is False
+
+
+def test_weights_that_are_averaged_instead_of_gradients_are_no_fault(tmp_path: Path) -> None:
+    """By hand: what the remedy says is to be set."""
+    found = run_distributed(weights_averaged, 2, (str(tmp_path / "accelerate"),))[0]
+    assert found["events"] == []
+    assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
+    one = run_distributed(averaged_by_hand, 2, (str(tmp_path / "told"), {}))[0]["events"]
+    assert {event["kind"] for event in one} == {"unreduced-gradient"}
+    assert 'set "integrity": {"aggregation": false, "replica_interval": 0}' in one[0]["remedy"]
+    off = {"aggregation": False, "replica_interval": 0}
+    assert run_distributed(averaged_by_hand, 2, (str(tmp_path / "off"), off))[0]["events"] == []
 
 
 def test_a_lossy_hook_that_comes_later_ends_the_check(tmp_path: Path) -> None:
