@@ -328,13 +328,17 @@ def buffers_of(module: nn.Module) -> Items:
 
 
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Return parameters that only the optimizers have: fp32 masters."""
+    """Return parameters that only the optimizers have: fp32 masters.
+
+    What has neither a gradient nor a state is not trained: the module holds another parameter in its place by now.
+    """
     own = {id(parameter) for parameter in module.parameters()}
+    stated = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     return [
         (f"master weights {g}.{p}", parameter)
         for g, parameters in enumerate(groups_of(optimizers))
         for p, parameter in enumerate(parameters)
-        if id(parameter) not in own
+        if id(parameter) not in own and (parameter.grad is not None or id(parameter) in stated)
     ]
 
 

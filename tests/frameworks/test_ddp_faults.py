@@ -276,6 +276,22 @@ def test_a_hook_that_comes_later_and_changes_nothing_is_checked_on(tmp_path: Pat
     assert all(record["integrity"]["relative_error"] is not None for record in found["records"])
 
 
+def replaced(directory: str) -> dict[str, Any]:
+    """Give the model another layer behind its optimizer, with other numbers on each rank: DDP sends the new one's."""
+    model, optimizer = build(DDPCase())
+    torch.manual_seed(dist.get_rank())
+    held = nn.Parameter(torch.randn(4))
+    optimizer.add_param_group({"params": [held]})
+    return train_plainly(model, optimizer, directory)
+
+
+def test_a_parameter_that_only_an_optimizer_still_has_is_no_replica(tmp_path: Path) -> None:
+    """It has no gradient and no state: the module has another one in its place."""
+    found = run_distributed(replaced, 2, (str(tmp_path),))[0]
+    assert [event for event in found["events"] if event["kind"] == "replica-drift"] == []
+    assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
+
+
 AT = 5  # the step at which rank 2 does something else
 
 
