@@ -106,6 +106,12 @@ class EpochCoverage:
         """Count the rows that were visited in this epoch, each as often as it came."""
         return self._visits
 
+    @property
+    def distinct(self) -> float:
+        """Estimate how many different rows were visited in this epoch."""
+        each = self._visits / self._known if self._known else 0.0
+        return len(self._seen) * 2.0**self._level * each
+
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Tell which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
         hashes = mixed_ids(ids)
@@ -144,7 +150,7 @@ class EpochCoverage:
         new = min(kept / rate / self._known, 1.0)
         sampling = math.sqrt(max(0.0, 1.0 - 1.0 / each) * new * (1.0 - new) / self._known) * self._visits / whole
         error = math.hypot(math.sqrt(kept * (1 - rate)) / rate * each / whole, sampling)
-        return Estimate(min(kept / rate * each / whole, 1.0), error)
+        return Estimate(min(self.distinct / whole, 1.0), error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues the epoch: JSON values, the same on all ranks; at most 0.7 MB of text by default."""

@@ -44,6 +44,7 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
+BEYOND = 1.25  # times the rows that were dealt: if as many different ones come, some are none of the data
 STUCK = 16  # batches of the other ranks; a rank's own count once for twice as many, see batch_rows
 
 
@@ -63,6 +64,10 @@ class RowTracker:
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
         self._idle: tuple[tuple[int, ...], float] = (), 0.0  # ranks without new rows; the others' batches meanwhile
         self._had_rows = False  # every rank
+        self._samples = 0  # dealt to the first rank until the last observation
+        self._samples_before: int | None = 0  # those before this epoch, or fewer; None: not known
+        self._first_rank = 0  # rows of its forwards in this epoch
+        self._mixed = False  # forwards also take what is none of the data: a GAN's fakes, several views of a row
 
     def step(
         self,
@@ -72,6 +77,7 @@ class RowTracker:
         walk: Walk = WALK_UNKNOWN,
         sampling: Sampling | None = None,
         micro_batches: int = 0,
+        samples: int | None = None,
     ) -> RowsOfStep | None:
         """Take in what all ranks sent: (N, n) packed ids of the rows since the last observation.
 
@@ -81,11 +87,13 @@ class RowTracker:
             walk: how the first rank's rows came to it.
             sampling: which rows are sent; None: all.
             micro_batches: of a step on each rank; 0 if unknown.
+            samples: rows that were dealt to all ranks so far, as far as loaders say; None if unknown.
 
         Returns:
             None if a rank sent no ids.
         """
         sent, level = unpack_ids(ids, sampling), 0 if sampling is None else sampling.level
+        rows_in_epoch = None if self._mixed else rows_in_epoch
         if level != self._level:  # the number of ranks changed since the checkpoint: other rows are sampled
             self._epoch.start_epoch()
             self._partial, self._level = self._partial or self._resumed, level
@@ -115,7 +123,9 @@ class RowTracker:
             if begins:
                 self._epoch.start_epoch()
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
+                self._samples_before, self._first_rank = self._samples, 0
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
+            self._first_rank += min(int(sent.looked[0]), end) - min(int(sent.looked[0]), first)
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
@@ -132,12 +142,21 @@ class RowTracker:
             rows_sampled=rate,
             same_order=order,
         )
-        if rows_in_epoch is None or self._partial:
+        if samples is not None and not walk.told:
+            self._look_for_others(samples // ranks, own_rows)
+        if rows_in_epoch is None or self._partial or self._mixed:
             share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)
         coverage = _coverage(self._epoch, rows_in_epoch, walk, rate, bool(self._before_anew))
         repeated = max(0.0, coverage.epoch - coverage.seen)
         return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
+
+    def _look_for_others(self, samples: int, own_rows: int) -> None:
+        """Compare the first rank's different rows of this epoch with those that were dealt to it."""
+        if self._samples_before is not None and self._epoch.visits:
+            different = self._first_rank * self._epoch.distinct / self._epoch.visits
+            self._mixed |= different > BEYOND * (samples - self._samples_before) + own_rows
+        self._samples = samples
 
     def _without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
         """Return ranks that have taken no new rows while the others took ``STUCK`` batches.
@@ -226,6 +245,7 @@ class RowTracker:
             "first": self._first.tolist(),
             "short": self._short,
             "before_anew": self._before_anew,
+            "mixed": self._mixed,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -237,6 +257,7 @@ class RowTracker:
         self._level = int(state["level"])
         self._first = np.array(state["first"], dtype=np.uint64)
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
+        self._mixed, self._samples_before = bool(state.get("mixed", False)), None
         self._order = SameOrder()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
@@ -249,7 +270,7 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
         rows, walk = (int(context.batch), context.rows_in_epoch), context.walk
-        found = tracker.step(gathered.ids, *rows, walk, context.sampling, micro_batches)
+        found = tracker.step(gathered.ids, *rows, walk, context.sampling, micro_batches, context.samples)
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())

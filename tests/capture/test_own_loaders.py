@@ -271,7 +271,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
         {"output_dir": output_dir, "tensorboard": False},
         dict(zip(data.inputs[:, 0].tolist(), range(160), strict=True)),
     )
-    accumulation = 2 if style == "row by row" else 1
+    accumulation = 2 if style in ("row by row", "fakes", "twice") else 1
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     with ds_silent.observe(model, optimizer, config=config, loader=loader, accumulation=accumulation) as observer:
         for epoch in range(2):
@@ -282,6 +282,12 @@ def unlike_loop(output_dir: str, style: str) -> None:
                     observer.observe_batch([place[first] for first in inputs[:, 0].tolist()])
                 if "pairs" in style:
                     model(torch.cat([inputs, inputs + 1.0]), torch.cat([labels, labels])).backward()
+                elif style == "fakes":
+                    model(inputs, labels).backward()
+                    model(torch.randn(inputs.shape), labels).backward()
+                elif style == "twice":
+                    model(inputs, labels).backward()
+                    model(inputs.clone(), labels).backward()
                 elif style == "packed":
                     model(inputs.flatten(0, 1)[None].unflatten(1, (-1, 6)), labels[None]).backward()
                 else:
@@ -304,6 +310,20 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
     seen = [record["coverage"]["seen"] for record in records]
     assert seen.count(1.0) == 2 if style in ("row by row", "pairs with ids") else seen == [None] * 80
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+
+
+@pytest.mark.parametrize("style", ["fakes", "twice"])
+def test_rows_that_no_loader_has_dealt_are_no_share_of_the_data(style: str, tmp_path: Path) -> None:
+    """A discriminator takes each batch and as many fakes; a batch that is trained twice by mistake is told as such."""
+    run_distributed(unlike_loop, 2, (str(tmp_path), style))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["samples"], record["epoch"]) for record in records] == [(4 * n, n / 40) for n in range(1, 81)]
+    seen, repeated = ([record["coverage"][name] for record in records] for name in ("seen", "repeated"))
+    if style == "fakes":
+        assert (set(seen[4:]), set(repeated[4:])) == ({None}, {0.0})
+    else:
+        assert seen[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
+        assert repeated[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
 
 
 def oracle(taken: list[list[list[float]]], accumulation: int, per_epoch: int, rows: int) -> list[tuple[float, float]]:
