@@ -86,8 +86,8 @@ class Words:
     another_reduction: str = "try another torch version"  # where gradients are reduced wrongly
     not_reduced: str = "Call the wrapper itself in every training forward, not its .module"  # what to do first
     not_synchronised: str = (
-        "Run the last backward of each step, and of a short last window, outside of no_sync(); where the script averages "
-        'weights instead of gradients, set "integrity": {"aggregation": false, "replica_interval": 0}'
+        "Run the last backward of each step, and of a short last window, outside of no_sync(); where the script "
+        'averages weights instead of gradients, set "integrity": {"aggregation": false, "replica_interval": 0}'
     )
     not_cleared: str = "Clear the gradients with zero_grad() between a step and the next backward"  # what to do first
     update_settings: str = "clipping and the loss scale"  # what multiplies the gradient that is applied

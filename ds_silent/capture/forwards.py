@@ -162,6 +162,7 @@ class Forwards:
         self._module, self._rows, self._loaders, self._settings = framework.module, rows, loaders, settings
         self.rows_of_data, self._batches = RowsOfData(), 0
         framework.counts.of_data = lambda rows: local(self.rows_of_data.of_step, rows) or 0
+        settings.deal = lambda: loaders.deal
         rows.batch_of = lambda: None if loaders.dealing is None else loaders.dealing.batch
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, da
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
 from ds_silent.preflight.comparison import PreflightOutcome
-from ds_silent.preflight.inventory import Dealing, dealing_of, length_of, sampler_facts, samplers_in
+from ds_silent.preflight.inventory import Dealing, dealing_of, length_of, picked_from, sampler_facts, samplers_in
 from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
@@ -55,6 +55,7 @@ class Deal:
     by_torch: bool = False  # and the sampler is torch's own, of which that is sure
     alike: int = 1  # passes in a row that this one sampler has dealt in one order, this one among them
     by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
+    picked: str = ""  # rows that a shared data set picks from another
     pass_rows: int | None = None  # of this rank's data set, of which each pass takes every row: none is left to others
 
     @property
@@ -346,10 +347,12 @@ def _replicas(sampler: Any, name: str, samplers: list[Any]) -> Deal:
         return _as_it_likes(name)
     shuffles = bool(getattr(sampler, "shuffle", True))
     follows = [getattr(sampler, key, None) for key in ("num_replicas", "seed", "epoch", "drop_last")]
-    order = short_hash((name, length_of(getattr(sampler, "dataset", None)), shuffles, follows))
+    data = getattr(sampler, "dataset", None)
+    picked = picked_from(data)
+    order = short_hash((name, length_of(data), shuffles, follows, picked))
     if not shuffles:
-        return Deal("own-shard", f"{name}, not shuffled", order)
-    return Deal("random", f"{name}, shuffled", order, by_epoch=True, by_torch=torchs)
+        return Deal("own-shard", f"{name}, not shuffled", order, picked=picked)
+    return Deal("random", f"{name}, shuffled", order, by_epoch=True, by_torch=torchs, picked=picked)
 
 
 def _processes(shard: Any, name: str, samplers: list[Any]) -> Deal:
@@ -364,12 +367,13 @@ def _processes(shard: Any, name: str, samplers: list[Any]) -> Deal:
     if getattr(sampler, "replacement", False):
         return Deal(by=f"{said}, with replacement")
     follows = [getattr(shard, key, None) for key in ("num_processes", "split_batches", "even_batches")]
-    rows, epoch = length_of(getattr(sampler, "data_source", None)), getattr(sampler, "epoch", None)
+    data, epoch = getattr(sampler, "data_source", None), getattr(sampler, "epoch", None)
+    picked = picked_from(data)
     seed = getattr(sampler, "initial_seed", None) if inner == "SeedableRandomSampler" else None
-    order = short_hash((said, rows, seed, epoch, getattr(batches, "batch_size", None), follows))
+    order = short_hash((said, length_of(data), seed, epoch, getattr(batches, "batch_size", None), follows, picked))
     if inner == "SequentialSampler":
-        return Deal("own-shard", f"{said}, not shuffled", order)
-    return Deal("random", f"{said}, shuffled", order, by_epoch=inner == "SeedableRandomSampler")
+        return Deal("own-shard", f"{said}, not shuffled", order, picked=picked)
+    return Deal("random", f"{said}, shuffled", order, by_epoch=inner == "SeedableRandomSampler", picked=picked)
 
 
 def _consumed(sampler: Any, name: str, samplers: list[Any]) -> Deal:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ds_silent.capture.loaders import Deal
 from ds_silent.capture.objective import LocalObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained
 from ds_silent.device import generator_state
@@ -30,7 +31,7 @@ from ds_silent.exchange.observation import Code
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.patches import Patches
-from ds_silent.preflight.items import Item, item_of
+from ds_silent.preflight.items import SUBSET, Item, item_of
 from ds_silent.preflight.settings import (
     Holdings,
     Numbers,
@@ -43,6 +44,7 @@ from ds_silent.preflight.settings import (
 )
 
 OBJECTIVE: Literal["objective"] = "objective"
+PICKED: Literal["picked"] = "picked"
 TRAINS = "trains"
 LABELS = "what each label is"
 HYPER_PARAMETERS = {
@@ -74,6 +76,7 @@ class _Look:
     missed: Missed  # trainable parameters
     objective: tuple[str, Any, float] = ("", (), 0.0)  # text for people, structure, factor
     labels: str = ""  # where they come from
+    picked: str = ""  # rows of the data set, where a sampler deals each rank a share of them
 
 
 class LocalSettings:
@@ -102,6 +105,7 @@ class LocalSettings:
         self.draws: float | None = None  # hash of the generators that the first training forward drew from; 0: of none
         self.objective = LocalObjective(module)  # what this rank's backwards begin with
         self._state: tuple[bytes, ...] = ()
+        self.deal: Callable[[], Deal] = Deal  # how the rows come to this rank
 
     def ignore_untrained(self) -> None:
         """Stop looking for parameters that nothing trains: they are reported already."""
@@ -157,14 +161,15 @@ class LocalSettings:
             first_draws=self.draws or 0.0,
             objective=self._hashed(OBJECTIVE, look.objective[1]) if look.objective[1] else 0.0,
             label_places=self.objective.places.code,
+            picked=self._hashed(PICKED, look.picked) if look.picked else 0.0,
         )
 
     def items(self, step: int, kinds: Container[str], structural: bool) -> list[Item]:
         """Return the items to compare when ranks differ, as they were at ``step``; equally many on every rank.
 
         Args:
-            kinds: what differs: objectives are compared, and where labels come from, only if they are in it, as some
-                ranks know them later than others.
+            kinds: what differs: objectives are compared, where labels come from, and subsets, only if they are in it,
+                as some ranks know them later than others.
             structural: whether objectives differ in more than numbers.
         """
         look = self._looks.get(step) or self._look()
@@ -189,6 +194,7 @@ class LocalSettings:
         objective = [
             item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
             item_of(LABELS, OBJECTIVE, look.labels if "label_places" in kinds else ""),
+            item_of(SUBSET, "sampler", look.picked if PICKED in kinds else ""),
         ]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
@@ -214,7 +220,7 @@ class LocalSettings:
         own = self.objective
         objective = own.text, own.structure, own.factor
         numbers = tuple(on_device), counter, *modes, settings, autocast, missed
-        return _Look(tuple(groups), self._holdings, *numbers, objective, own.places.text)
+        return _Look(tuple(groups), self._holdings, *numbers, objective, own.places.text, self.deal().picked)
 
     def _hashed(self, kind: str, value: Any) -> float:
         known = self._hashes.get(kind)

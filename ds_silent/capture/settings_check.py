@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ds_silent.capture.local_settings import LABELS, OBJECTIVE, TRAINS, LocalSettings
+from ds_silent.capture.local_settings import LABELS, OBJECTIVE, PICKED, TRAINS, LocalSettings
 from ds_silent.capture.objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
@@ -33,7 +33,8 @@ from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Framework
 from ds_silent.preflight.comparison import PreflightOutcome, compare
-from ds_silent.preflight.messages import events_of
+from ds_silent.preflight.items import SUBSET
+from ds_silent.preflight.messages import REMEDIES_OF, events_of
 from ds_silent.records import Event, EventKind
 from ds_silent.text import Words, everybody
 
@@ -50,6 +51,8 @@ class _Group:
     kinds: tuple[str, ...] = ()  # fields of :class:`ds_silent.exchange.observation.Code`, where 0 is not known
     items: tuple[str, ...] = ()  # how the names begin of what is compared when the hashes differ
     preflight: tuple[str, ...] = ()  # groups in which the preflight may have told of it
+    event: EventKind = "config-mismatch"
+    effects: tuple[str, ...] = ()  # keys of the findings that follow of it
 
 
 GROUPS = {
@@ -61,8 +64,7 @@ GROUPS = {
     ),
     "parameters": _Group(
         "training modes or trainable parameters",
-        "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a freezing that some "
-        "ranks run and do not undo.",
+        REMEDIES_OF["training mode"],
         kinds=("training_modes", "trainable"),
         items=("training mode", "trainable flags"),
         preflight=("parameters",),
@@ -98,12 +100,23 @@ GROUPS = {
         "for a mean, and a division by accumulation, tokens or ranks that is missing or done twice.",
         kinds=(OBJECTIVE,),
         preflight=(OBJECTIVE,),
+        event="objective-mismatch",
     ),
     "labels": _Group(
         "places of the labels",
         "Shift the labels by one place on every rank alike: look at the collator, and at the files that a rank reads.",
         kinds=("label_places",),
         items=(LABELS,),
+        event="objective-mismatch",
+    ),
+    "data": _Group(
+        "subsets of the data",
+        REMEDIES_OF[SUBSET],
+        kinds=(PICKED,),
+        items=(SUBSET,),
+        preflight=("sampler",),
+        event="data-order-mismatch",
+        effects=("data-order-mismatch", "low-coverage"),
     ),
 }
 _GROUP_OF = {kind: name for name, group in GROUPS.items() for kind in group.kinds}
@@ -239,8 +252,8 @@ def unlike(parts: Mapping[str, Parts], step: int) -> tuple[Unlike, ...]:
 
 
 def _one(group: str, odd: tuple[int, ...], where: str, message: str, step: int) -> Unlike:
-    kind: EventKind = "objective-mismatch" if group in (OBJECTIVE, "labels") else "config-mismatch"
-    return Unlike(f"unlike:{group}:{odd}", odd, where, message, GROUPS[group].remedy, step, kind)
+    own = GROUPS[group]
+    return Unlike(f"unlike:{group}:{odd}", odd, where, message, own.remedy, step, own.event, effects=own.effects)
 
 
 def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple[Unlike, ...]:

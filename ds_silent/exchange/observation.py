@@ -112,6 +112,7 @@ class Code(Generic[T]):
     counters: T = _0  # 1 + the largest step counter of the optimizers
     objective: T = _0  # operations between the loss and what backward begins with
     label_places: T = _0  # where labels come from, see :mod:`ds_silent.capture.label_places`
+    picked: T = _0  # rows of the data set that a sampler deals to the ranks
     breaches: T = _0  # what this rank's rules have found; 0 is nothing
 
 

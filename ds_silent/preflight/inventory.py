@@ -31,13 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import Subset
 
 from ds_silent.device import initial_seed
-from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, shown_hash, tensor_hash
+from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, short_hash, shown_hash, tensor_hash
 from ds_silent.preflight.environment import code_items, environment_items
-from ds_silent.preflight.items import Expectation, Group, Item, check_item, item_of
+from ds_silent.preflight.items import SUBSET, Expectation, Group, Item, check_item, item_of
 from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of, joined
 
+_PICKED = 1024  # rows of a subset that are read
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
 
 
@@ -50,6 +52,7 @@ class SamplerFacts:
     permutation: Hash  # of the order of all rows, or of everything that it follows from
     seed: int | None = None
     rows: int | None = None  # of the data set
+    picked: str = ""  # those that it picks from another, see :func:`picked_from`
 
 
 def _whole(tensor: Tensor) -> bool:
@@ -218,6 +221,7 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
         item_of("sampler's rows", "sampler", str(facts.rows)),
         item_of("sampler's seed", "sampler", str(facts.seed)),
         item_of("sampler's permutation", "sampler", facts.permutation),
+        item_of(SUBSET, "sampler", facts.picked or "none"),
     ]
 
 
@@ -245,7 +249,8 @@ def _facts_of(within: Sequence[Any], world_size: int, rank: int) -> SamplerFacts
     names = ("seed", "initial_seed", "epoch", "shuffle", "drop_last", "even_batches", "split_batches")
     follows = [[getattr(one, name, None) for name in names] for one in within]
     permutation = hash_text(repr(([type(one).__name__ for one in within], rows, follows)))
-    return SamplerFacts(world_size, rank, permutation, next((one for one in said if isinstance(one, int)), None), rows)
+    seed, picked = next((one for one in said if isinstance(one, int)), None), filter(None, map(picked_from, sets))
+    return SamplerFacts(world_size, rank, permutation, seed, rows, next(picked, ""))
 
 
 def samplers_in(loader: Any) -> list[Any]:
@@ -298,6 +303,21 @@ def rows_per_batch(loader: Any) -> int | None:
             parts = getattr(one, "num_processes", 1) if getattr(one, "split_batches", False) is True else 1
             return size // parts if isinstance(parts, int) and parts > 0 else None  # accelerate's shard splits each
     return None
+
+
+def picked_from(data: Any) -> str:
+    """Say which rows torch's ``Subset`` picks, down to the data set that it picks from; "" where it picks none.
+
+    Of many rows some are read, evenly.
+    """
+    told: list[str] = []
+    while isinstance(data, Subset) and len(told) < 4:
+        picked: Any = data.indices
+        some = [int(one) for one in picked[:: max(1, len(picked) // _PICKED)]]
+        of, begin = length_of(data.dataset), ", ".join(map(str, some[:3]))
+        told.append(f"{len(picked)} of {'many' if of is None else of} rows, first {begin} [{short_hash(some):.0f}]")
+        data = data.dataset
+    return "; ".join(told)
 
 
 def length_of(data: Any) -> int | None:

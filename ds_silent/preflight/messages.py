@@ -19,7 +19,7 @@ from rich.text import Text
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, ranks_of
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.preflight.comparison import MAX_VALUES, TEXT_BYTES, ItemOutcome, PreflightOutcome
-from ds_silent.preflight.items import GROUPS, JOINT
+from ds_silent.preflight.items import GROUPS, JOINT, SUBSET
 from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import one_line
 
@@ -46,6 +46,14 @@ _REMEDIES: Mapping[EventKind, str] = {
     "objective-mismatch": "Make the loss on every rank alike.",
     "config-mismatch": "Start every rank from the same code, configuration and environment.",
 }
+REMEDIES_OF = {
+    SUBSET: "Split the data set alike on every rank, as random_split does with a generator of the same seed: the "
+    "sampler deals each rank its share of one list. Until then some rows are trained several times, others never, and "
+    "those that one rank holds out another trains on.",
+    "training mode": "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a "
+    "freezing that some ranks run and do not undo.",
+}
+"""Of an item by its name."""
 _STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}  # the worst first
 
 
@@ -69,8 +77,10 @@ def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
         kind = _KINDS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
         together.setdefault((kind, item.group, item.severity, numbers[id(one.parts)]), []).append(one)
     events = [
-        Event(step, kind, severity, found[0].odd, found[0].item.name, None, None, _sentence(found), _REMEDIES[kind])
+        Event(step, kind, severity, found[0].odd, name, None, None, _sentence(found), remedy)
         for (kind, _, severity, _), found in together.items()
+        for name in [found[0].item.name]
+        for remedy in [REMEDIES_OF.get(name, _REMEDIES[kind])]
     ]
     return sorted(events, key=lambda event: list(_STYLES).index(event.severity))
 

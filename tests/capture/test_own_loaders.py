@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    random_split,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
@@ -310,6 +317,37 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
     seen = [record["coverage"]["seen"] for record in records]
     assert seen.count(1.0) == 2 if style in ("row by row", "pairs with ids") else seen == [None] * 80
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+
+
+def split_loop(output_dir: str, seeds: tuple[int, int], given: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(seeds[dist.get_rank()])
+    data, _ = random_split(Pairs(160), [120, 40], generator)
+    sampler: Any = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    config = {"output_dir": output_dir, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config=config, loader=loader if given else None):
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                model(**batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_data_that_each_rank_splits_in_its_own_way_are_told_at_once(given: bool, tmp_path: Path) -> None:
+    run_distributed(split_loop, 2, (str(tmp_path / "unlike"), (1, 2), given))
+    events = [event for event in read_events(tmp_path / "unlike" / "events.jsonl") if event["severity"] != "info"]
+    assert [(event["step"], event["kind"], event["severity"], event["where"]) for event in events] == [
+        (0 if given else 1, "data-order-mismatch", "error", "the data set's subset")
+    ]
+    assert "120 of 160 rows, first " in events[0]["message"]
+    assert "random_split" in events[0]["remedy"]
+    run_distributed(split_loop, 2, (str(tmp_path / "alike"), (1, 1), given))
+    assert read_events(tmp_path / "alike" / "events.jsonl") == []
 
 
 @pytest.mark.parametrize("style", ["fakes", "twice"])
