@@ -117,7 +117,8 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
 
 def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:
     """Say whether the value has reached the weights, and what to do."""
-    look = "Look at the rows of this step and at the layer named; lower the learning rate or the loss scale"
+    first = "at weights that nothing has initialised (a layer made on the meta device), " * (record.step == 1)
+    look = f"Look {first}at the rows of this step and at the layer named; lower the learning rate or the loss scale"
     if extras.update_skipped or extras.step_skipped:
         return "The optimizer skipped this step: the weights do not hold the value.", f"{look}."
     aggregated = record.grad_norm.aggregated

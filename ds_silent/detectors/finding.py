@@ -30,7 +30,7 @@ class Finding:
     since: int
     step: int | None = None  # of the event, where the finding is about an earlier step than the newest
     effects: tuple[str, ...] = ()  # what it brings about by itself on the same ranks, see ``lifecycle``
-    guess: str = ""  # the part of the message about the likely cause: nothing to guess where the cause is known
+    guesses: tuple[str, ...] = ()  # parts of the message about the likely cause, left out where the cause is known
     family: str = ""  # findings of one are one fault, as long as they name nobody else: its explanation may vary
     log_excess: float | None = None  # where chance is judged: nats by which the evidence exceeds what is asked for
     effect: float | None = None  # how large, as a ratio to what is usual

@@ -255,9 +255,12 @@ class Episodes:
         """Return the event of a consequence: in full, as an ``info``."""
         when = "the preflight" if cause.since == 0 else f"step {cause.since}"
         place = f" ({cause.where})" if cause.where else ""
-        if finding.guess:
-            message = finding.message.replace(finding.guess, "").rstrip()
-            finding = replace(finding, message=message, remedy="Mend what it follows from: it should end with it.")
+        if any(finding.guesses):
+            message = finding.message
+            for guess in finding.guesses:
+                message = message.replace(guess, "")
+            remedy = "Mend what it follows from: it should end with it."
+            finding = replace(finding, message=message.rstrip(), remedy=remedy)
         event = self._event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
         return replace(event, severity="info", follows=f"{cause.kind}{place}")
 

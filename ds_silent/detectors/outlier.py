@@ -275,19 +275,23 @@ def message_of(rank: int, flag: Flag, random: bool) -> str:
             f"{flag.numbers}. {flag.why}"
         )
     if flag.severity == "info" and not random:
-        # against the others it may only have become sure then: what began later is found against the rank's own past
-        began = "the beginning" if since <= 1 else f"about step {since}" if flag.own_past else ""
-        when, beside = f" since {began}" * bool(began), " and its own past" if flag.own_past else ""
-        if len(ranks) == 2:
-            return (
-                f"The data of {named(ranks)} are of unlike kinds{when}. Rank {rank} against "
-                f"rank {sum(ranks) - rank}{beside}: {flag.numbers}. Other rows on one of them look like this."
-            )
-        return (
-            f"Rank {rank}'s data are of another kind{when}. Against the others{beside}: {flag.numbers}. "
-            "Other rows on this rank look like this."
-        )
+        first, last = _of_data(rank, flag)
+        whom = f"Rank {rank} against rank {sum(ranks) - rank}" if len(ranks) == 2 else "Against the others"
+        return f"{first}{whom}{' and its own past' if flag.own_past else ''}: {flag.numbers}. {last}"
     return f"Rank {rank} has {flag.meaning}. Against the others: {flag.numbers}. {flag.why}"
+
+
+def _of_data(rank: int, flag: Flag) -> tuple[str, str]:
+    """Return the first and the last sentence of a note."""
+    # against the others it may only have become sure then: what began later is found against the rank's own past
+    began = "the beginning" if flag.since <= 1 else f"about step {flag.since}" if flag.own_past else ""
+    when = f" since {began}" * bool(began)
+    if len(flag.ranks) == 2:
+        return (
+            f"The data of {named(tuple(flag.ranks))} are of unlike kinds{when}. ",
+            "Other rows on one of them look like this.",
+        )
+    return f"Rank {rank}'s data are of another kind{when}. ", "Other rows on this rank look like this."
 
 
 def note_of(step: int, rank: int, flag: Flag, random: bool) -> Event:
@@ -303,7 +307,8 @@ def finding_of(rank: int, flag: Flag, random: bool) -> Finding:
     key, message, remedy = f"outlier-rank:{rank}", message_of(rank, flag, random), f"Look at {flag.look_at}."
     ranks, where, score, threshold = tuple(flag.ranks), flag.where, flag.score, flag.threshold
     found = Finding(key, "outlier-rank", flag.severity, ranks, where, score, threshold, message, remedy, flag.since)
-    return replace(found.by_chance(), effect=flag.effect, guess=flag.why)
+    guesses = _of_data(rank, flag) if flag.severity == "info" and not random else (flag.why,)
+    return replace(found.by_chance(), effect=flag.effect, guesses=guesses)
 
 
 class RankComparison(Detector):

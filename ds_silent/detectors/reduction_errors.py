@@ -122,7 +122,13 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     kind: EventKind = "aggregation-error"
     where, what = "aggregated gradient", "unexplained"
     ranks: tuple[int, ...] = ()
-    if cause is not None:
+    groups = next(iter(received.values())) if received else ()
+    apart = len(groups) == record.world_size > 1
+    own = cause is not None and apart and all(map(_is_own, (cause, *cause.elsewhere)))
+    if cause is not None and own:
+        kind, where, what = "unreduced-gradient", layers_text(cause.wrong, layers), "unreduced"
+        message += f" Every rank holds another one in {where}, as far as it was checked its own: nothing was reduced."
+    elif cause is not None:
         where, what = layers_text(cause.wrong, layers), cause.kind
         ranks = () if what == "leftover" and len(cause.ranks) == record.world_size else cause.blamed
         parts = (cause, *cause.elsewhere[: 2 if record.world_size <= MANY_RANKS else 1])
@@ -131,21 +137,24 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
             message += f" No single rule explains {layers_text(cause.unexplained, layers)}."
         if cause.kind == "unreduced":
             kind = "unreduced-gradient"
-    if received:
-        groups = next(iter(received.values()))
+    if received and not own:
         message += f" {who_received(groups, record.world_size)}"
         odd = outvoted(groups)
-        apart = len(groups) == record.world_size > 1
         if apart and (what == "unreduced" or (record.world_size > 2 and what != "leftover")):
             kind, what, ranks = "unreduced-gradient", "unreduced", ()
             message += " Every rank holds another one, as when nothing was reduced there."
         ranks = ranks or odd
     # what no single rule explains is another guess at each step, and yet the same fault
-    guessed = cause is None or bool(cause.unexplained) or what in ("partial", "noise")
+    guessed = cause is None or (bool(cause.unexplained) and not own) or what in ("partial", "noise")
     key = "integrity unexplained" if guessed else f"integrity {what} {where}"
     found = Finding(key, kind, "error", ranks, where, error, bound, message, distrust(words, ranks, what), record.step)
     effects = ("replica-drift",) if received else ()  # the ranks go on from different gradients
     return replace(found, effects=effects, family="reduction", log_excess=check.log_excess)
+
+
+def _is_own(cause: Cause) -> bool:
+    """Tell whether what was checked is one rank's own gradient."""
+    return cause.kind == "unreduced" and cause.factor is not None and abs(cause.factor - 1.0) < 0.005
 
 
 def _micro_batches(

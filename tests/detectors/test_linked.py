@@ -233,7 +233,9 @@ OUTLIER = replace(finding("outlier-rank", (2,), "gradient norm", 9, "warning"), 
 )
 def test_an_outlier_after_a_setting_that_was_told_is_no_second_alarm_and_guesses_no_cause(where: str) -> None:
     guessed = replace(
-        OUTLIER, message="Norm 2 times. Likely: the loss is not divided.", guess="Likely: the loss is not divided."
+        OUTLIER,
+        message="Other data. Norm 2 times. Likely: the loss is not divided.",
+        guesses=("Other data. ", "Likely: the loss is not divided."),
     )
     episodes = Episodes()
     episodes.told(replace(PREFLIGHT, where=where))

@@ -85,3 +85,17 @@ def test_an_error_that_no_rule_explains_is_one_fault_whatever_the_guess() -> Non
     assert len(keys) == 1
     ruled = reduction(Run(2).record(), ReductionEvidence(check, Cause("scale", (1,), 0.25), layers=LAYERS))[0].key
     assert ruled not in keys
+
+
+def test_ranks_that_each_hold_their_own_gradient_are_told_as_one_thing() -> None:
+    """Each checks its share of the parameters; a layer that lies in two shares no single rule explains."""
+    alone = Cause("unreduced", (0,), 1.0, (0,), elsewhere=(Cause("unreduced", (2,), 1.0, (1,)),), unexplained=(1,))
+    check, received = AggregateCheck(0.75, 1.0, 1e-6), {0: ((0,), (1,))}
+    seen = ReductionEvidence(check, alone, layers=LAYERS, received=received)
+    (finding,) = reduction(Run(2).record(), seen)
+    assert (finding.kind, finding.ranks) == ("unreduced-gradient", ())
+    assert finding.message.endswith(
+        "1e-06. Every rank holds another one in all 3 layers, as far as it was checked its own: nothing was reduced."
+    )
+    scaled = replace(seen, cause=replace(alone, factor=0.25))
+    assert "it is 0.25 times the gradient of rank 0 alone" in reduction(Run(2).record(), scaled)[0].message
