@@ -36,7 +36,7 @@ from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
-from ds_silent.detectors.same_rows import OverlapTest, SameRows, SampledRowsTest
+from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words
@@ -95,6 +95,7 @@ class Judge:
             StaleParameters(alike),
             SameRows(steps),
             SampledRowsTest(steps),
+            FollowedRows(),
             OverlapTest(),
             SameGradients(alike),
             repeats,

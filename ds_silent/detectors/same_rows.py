@@ -33,7 +33,7 @@ from ds_silent.detectors.duplicate_data import Pair, shared_findings
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.order import TOLERATED_BY_CONTENT
 from ds_silent.detectors.sequential import Array
-from ds_silent.measure.evidence import Evidence
+from ds_silent.measure.evidence import LONG_TRAIL, Evidence
 from ds_silent.records import Event, Severity, StepRecord
 from ds_silent.text import named
 
@@ -112,6 +112,38 @@ def _different_rows(evidence: Evidence) -> tuple[float, int]:
     if evidence.coverage is not None and evidence.coverage.told:  # else several may have the same content
         different = max(different, float(evidence.coverage.rows))
     return different, taken
+
+
+class FollowedRows(Detector):
+    """Report a rank that takes, one by one, the rows that another rank took some rows before, whose own are new.
+
+    So it is where both draw from one stream, which code on one rank alone has moved on. Rows that change hands from
+    pass to pass are new for none.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[int, int] = {}  # rank -> since which step; found anew after a resume
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        if evidence.passes is None:
+            return []
+        trails, named_before = evidence.passes.trails, self._named
+        sure = (rank for rank, trail in trails.items() if rank in named_before or trail.times >= LONG_TRAIL)
+        self._named = {rank: named_before.get(rank, record.step) for rank in sure}
+        found = []
+        for rank, since in self._named.items():
+            leader, lag, _ = trails[rank]
+            message = (
+                f"Rank {rank} trains on the rows that rank {leader} took {lag} rows before, one by one, while those of "
+                f"rank {leader} are new: both take them from one stream, at different places."
+            )
+            remedy = (
+                "Give each rank's stream a seed of its own (seed + rank), or let a sampler deal the rows. Code that "
+                "draws random numbers on one rank alone, as an evaluation, has moved them apart."
+            )
+            key, ranks = f"followed:{rank}", tuple(sorted((rank, leader)))
+            found.append(Finding(key, "duplicate-data", "error", ranks, "rows", None, None, message, remedy, since))
+        return found
 
 
 class OverlapTest(Detector):

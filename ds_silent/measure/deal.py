@@ -27,11 +27,13 @@ from ds_silent.capture.loaders import Deal
 from ds_silent.exchange.row_ids import Ids
 from ds_silent.maths.mixing import mixed_ids
 from ds_silent.measure.coverage import largest_hash
+from ds_silent.measure.evidence import LONG_TRAIL, Trail
 from ds_silent.records import DataDealt
 
 SLOTS = 1 << 14
 LOG_ERROR = math.log(1e8)
 """A wrong decision by the rows comes at most once in 10^8 pairs or rows."""
+_ALL = 0.9  # of the rows
 IN_BLOCKS = 1 / 8
 """A deal is random if, beyond chance, fewer than this share of pairs come together again."""
 _UNLIKE = "the ranks' samplers are not the same"
@@ -135,6 +137,9 @@ class RowOwners:
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
         self._came = np.zeros(SLOTS, dtype=np.int64)  # observation's number
+        self._places = np.zeros(SLOTS, dtype=np.int64)  # of the row, among those of its rank
+        self._taken = np.zeros(ranks, dtype=np.int64)  # rows so far
+        self.trails: dict[int, Trail] = {}  # by the rank that follows
         self._begun = np.zeros(ranks, dtype=bool)  # ranks whose rows have come again
         self._single = np.full(ranks, -1, dtype=np.int64)  # earlier owner of each rank's newest unpaired row
 
@@ -145,6 +150,7 @@ class RowOwners:
         self._count += 1
         hashes = mixed_ids(values)
         kept = hashes <= largest_hash(self._level)
+        numbers = self._numbered(owners)[kept]
         hashes, owners = hashes[kept], owners[kept]
         places = (hashes & np.uint64(SLOTS - 1)).astype(np.int64)
         again = (self._hashes[places] == hashes) & (self._owners[places] >= 0)
@@ -153,14 +159,57 @@ class RowOwners:
         others = again & (before != owners)
         both = np.concatenate([owners[others], before[others]])
         self.shared = np.bincount(both, minlength=ranks)
+        self._follow_trails(owners, numbers, np.where(again, before, -1), self._places[places])
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
         if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:
             self._weigh(before[later], owners[later])
         self._hashes[places], self._owners[places], self._came[places] = hashes, owners, self._count
+        self._places[places] = numbers
         while int((self._owners >= 0).sum()) > SLOTS // 2:
             self._level += 1
             self._owners[self._hashes > largest_hash(self._level)] = -1
+
+    def _numbered(self, owners: Ids) -> Ids:
+        """Number the rows of each rank, from its first one on."""
+        order = np.argsort(owners, kind="stable")
+        numbers = np.empty(len(owners), dtype=np.int64)
+        numbers[order] = np.arange(len(owners)) - np.searchsorted(owners[order], owners[order])
+        numbers += self._taken[owners]
+        self._taken += np.bincount(owners, minlength=len(self._taken))
+        return numbers
+
+    def _follow_trails(self, owners: Ids, numbers: Ids, before: Ids, places: Ids) -> None:
+        """Look which ranks take all rows as far behind another rank, whose own are new; later they may come again.
+
+        Args:
+            owners, numbers: of the rows of an observation.
+            before: ranks that took them last, -1 for new rows; ``places``: as which of those ranks' rows.
+        """
+        rows = np.bincount(owners, minlength=len(self._taken))
+        new = np.bincount(owners[before < 0], minlength=len(rows))
+        others = np.bincount(owners[(before >= 0) & (before != owners)], minlength=len(rows))
+        found = {}
+        for rank in np.flatnonzero((rows >= 2) & (others >= _ALL * rows)).tolist():
+            own = owners == rank
+            leaders, times = np.unique(before[own], return_counts=True)
+            leader = int(leaders[times.argmax()])
+            lags, times = np.unique((numbers - places)[own & (before == leader)], return_counts=True)
+            trail = self.trails.get(rank)
+            sure = trail is not None and trail.leader == leader and trail.times >= LONG_TRAIL
+            if times.max() >= _ALL * rows[rank] and (sure or new[leader] >= _ALL * rows[leader]):
+                found[rank] = leader, int(lags[times.argmax()])
+        for rank in {*found, *self.trails}:
+            leader, lag, count = self.trails.get(rank, Trail(-1, 0, 0))
+            here = found.get(rank)
+            if here is not None and here[0] == leader:
+                count, lag = min(2 * LONG_TRAIL, count + 1), here[1]
+            elif here is not None and count < LONG_TRAIL:
+                (leader, lag), count = here, 1
+            elif rows[rank]:
+                count -= 1
+            self.trails[rank] = Trail(leader, lag, count)
+        self.trails = {rank: trail for rank, trail in self.trails.items() if trail.times > 0}
 
     def _weigh(self, before: Ids, now: Ids) -> None:
         stayed = int((before == now).sum())

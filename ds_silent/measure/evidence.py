@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +153,18 @@ class Coverage:
     once: bool = False  # all ranks' samplers have dealt one order of all rows since the epoch began: each comes once
 
 
+LONG_TRAIL = 8
+"""Observations; fewer prove nothing."""
+
+
+class Trail(NamedTuple):
+    """Hold whose rows a rank takes one by one, how many rows behind that rank, and in how many observations lately."""
+
+    leader: int
+    lag: int
+    times: int
+
+
 @dataclass(frozen=True)
 class OwnPasses:
     """What tells a pass over a rank's own rows from a loader that is stuck, per rank and of the rows that were sent."""
@@ -161,6 +174,7 @@ class OwnPasses:
     again: float | None = None  # share of the rows that had come before, on any rank, that the same rank had taken then
     taken: tuple[int, ...] = ()  # rows so far
     shared: npt.NDArray[np.int64] | None = field(default=None, compare=False)  # (N,) see RowOwners
+    trails: Mapping[int, Trail] = field(default_factory=dict)  # by the rank that follows, where the leader's are new
 
 
 @dataclass(frozen=True)

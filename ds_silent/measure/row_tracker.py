@@ -112,7 +112,7 @@ class RowTracker:
         repeats = self._recent.repeats(sent.values, sent.owners, ranks)
         self.deal.rows.step(sent.values, sent.owners, ranks)
         recent, dealt = self._recent, self.deal.rows
-        passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared)
+        passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared, dealt.trails)
         self._partial |= not sent.complete
         order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
         if order is not None:

@@ -12,6 +12,7 @@ import torch
 
 from ds_silent.capture.loaders import Deal
 from ds_silent.measure.deal import SLOTS, DealFollower, RowOwners
+from ds_silent.measure.evidence import LONG_TRAIL
 from ds_silent.measure.row_history import RecentRows
 from tests.support.ids_by_rank import by_rank
 
@@ -139,6 +140,48 @@ def test_rows_decide_over_samplers() -> None:
             known.append(follower.step(words, said, (step + 1) * 32, 32, None).dealt)
         assert known[0] == said.dealt
         assert known[-1] == expected, said
+
+
+# -- a rank that follows another one ---------------------------------------------------------------------------------
+
+
+def stream(steps: int, ranks: int, rows: int, lags: dict[int, int], seed: int = 0) -> list[list[Any]]:
+    """Rows of each rank and step; those in ``lags`` take the first rank's, so many rows behind it."""
+    own = np.random.default_rng(seed).integers(0, 2**62, (ranks, steps * rows + 64))
+    for rank, lag in lags.items():
+        own[rank, lag:] = own[0, : own.shape[1] - lag]
+    return [[own[rank, step * rows : (step + 1) * rows] for rank in range(ranks)] for step in range(steps)]
+
+
+@pytest.mark.parametrize("lag", [8, 11, 30])
+def test_a_rank_that_is_behind_another_in_one_stream_is_followed(lag: int) -> None:
+    owners = RowOwners()
+    for ids in stream(16, 3, 8, {2: lag}):
+        take(owners, ids)
+    assert [(rank, *trail[:2]) for rank, trail in owners.trails.items()] == [(2, 0, lag)]
+    assert owners.trails[2].times >= LONG_TRAIL
+    for ids in stream(16, 3, 8, {2: lag}):  # of few data rows come again
+        take(owners, ids)
+    assert owners.trails[2].times >= LONG_TRAIL
+
+
+@pytest.mark.parametrize(
+    "deals",
+    [
+        stream(64, 4, 8, {}),
+        list(at_random(4, 512, 8, 24)),
+        files(4, 512, 8, 6, 0),
+        files(4, 512, 8, 6, 1),  # whole files change hands from pass to pass
+        [[np.arange(step * 24 + rank * 8, step * 24 + rank * 8 + 8) % 100 for rank in range(3)] for step in range(99)],
+    ],
+    ids=["new rows", "at random", "own files", "other files", "one order that does not fit into the ranks"],
+)
+def test_rows_that_change_hands_from_pass_to_pass_are_followed_by_none(deals: list[list[Any]]) -> None:
+    owners, longest = RowOwners(), 0
+    for ids in deals:
+        take(owners, ids)
+        longest = max([longest, *(trail.times for trail in owners.trails.values())])
+    assert longest < LONG_TRAIL / 2
 
 
 # -- different rows of a rank ----------------------------------------------------------------------------------------
