@@ -12,6 +12,7 @@ parameter may take part in an earlier micro-batch only (``find_unused_parameters
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence, Set
@@ -207,8 +208,11 @@ class DDPFramework(TorchFramework):
             self.patches.wrap(self._ddp, name, self._hook_registered)
         if hasattr(self._ddp, "reducer"):  # none where all reductions are delayed
             self.patches.wrap_method(type(self._ddp.reducer), "_delay_all_reduce", self._reduce_late)
-        if hasattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD"):
-            self.patches.wrap_method(sys.modules["accelerate.local_sgd"].LocalSGD, "__enter__", self._local_sgd)
+        if (local := getattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD", None)) is not None:
+            self.patches.wrap_method(local, "__enter__", self._local_sgd)
+            if not self._ddp.require_backward_grad_sync:  # within one that the script has entered already
+                for one in [one for one in gc.get_objects() if type(one) is local]:
+                    self._averages(one)
 
     def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
         """Ask for a call at the end of this run of autograd's engine, ahead of the reducer, which asks after its hook.
@@ -237,6 +241,10 @@ class DDPFramework(TorchFramework):
         return result
 
     def _local_sgd(self, original: Callable[..., Any], own: Any) -> Any:
+        self._averages(own)
+        return original(own)
+
+    def _averages(self, own: Any) -> None:
         """Check and compare no more: the script averages its weights every few steps, not its gradients (accelerate 1.0
         to 1.15)."""
         if own.enabled and own.model is self._ddp and not self.averages_weights:
@@ -247,7 +255,6 @@ class DDPFramework(TorchFramework):
                     "ds_silent: LocalSGD averages the weights now and then, and no gradient: from now on no reduction "
                     "is checked, and the replicas are not compared"
                 )
-        return original(own)
 
     def _reduce_late(self, original: Callable[..., Any], reducer: Any) -> Any:
         """The first step of a static graph: torch reduces at the end of the backward, Lightning's manual optimization

@@ -182,8 +182,8 @@ def local_sgd(directory: str) -> dict[str, Any]:
     return train_plainly(model, optimizer, directory)
 
 
-def weights_averaged(directory: str) -> dict[str, Any]:
-    """Average weights every second step, and no gradient, with accelerate's ``LocalSGD``."""
+def weights_averaged(directory: str, entered: bool) -> dict[str, Any]:
+    """Average weights every second step, and no gradient, with accelerate's ``LocalSGD``, entered before or behind."""
     from accelerate.local_sgd import LocalSGD
     from accelerate.utils import DistributedType
 
@@ -195,7 +195,11 @@ def weights_averaged(directory: str) -> dict[str, Any]:
     members = {"wait_for_everyone": dist.barrier, "autocast": nullcontext, "reduce": mean}
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, **members)
     averaged = LocalSGD(accelerator, model, 2)
-    return train_plainly(model, optimizer, directory, dict.fromkeys(range(1, STEPS), averaged.step), averaged)
+    before = dict.fromkeys(range(1, STEPS), averaged.step)
+    if not entered:
+        return train_plainly(model, optimizer, directory, before, averaged)
+    with averaged:
+        return train_plainly(model, optimizer, directory, before)
 
 
 def averaged_by_hand(directory: str, block: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,9 +253,10 @@ def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None
 
 def test_weights_that_are_averaged_instead_of_gradients_are_no_fault(tmp_path: Path) -> None:
     """By hand: what the remedy says is to be set."""
-    found = run_distributed(weights_averaged, 2, (str(tmp_path / "accelerate"),))[0]
-    assert found["events"] == []
-    assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
+    for entered in (False, True):
+        found = run_distributed(weights_averaged, 2, (str(tmp_path / f"accelerate-{entered}"), entered))[0]
+        assert found["events"] == []
+        assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
     one = run_distributed(averaged_by_hand, 2, (str(tmp_path / "told"), {}))[0]["events"]
     assert {event["kind"] for event in one} == {"unreduced-gradient"}
     assert 'set "integrity": {"aggregation": false, "replica_interval": 0}' in one[0]["remedy"]
