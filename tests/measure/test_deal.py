@@ -153,6 +153,11 @@ def stream(steps: int, ranks: int, rows: int, lags: dict[int, int], seed: int = 
     return [[own[rank, step * rows : (step + 1) * rows] for rank in range(ranks)] for step in range(steps)]
 
 
+def _counted(steps: int) -> list[list[Any]]:
+    """Two ranks: the first counts on, the other has rows of its own."""
+    return [[np.arange(step * 8, step * 8 + 8), 10**6 + np.arange(step * 8, step * 8 + 8)] for step in range(steps)]
+
+
 @pytest.mark.parametrize("lag", [8, 11, 30])
 def test_a_rank_that_is_behind_another_in_one_stream_is_followed(lag: int) -> None:
     owners = RowOwners()
@@ -172,11 +177,15 @@ def test_a_rank_that_is_behind_another_in_one_stream_is_followed(lag: int) -> No
         list(at_random(4, 512, 8, 24)),
         files(4, 512, 8, 6, 0),
         files(4, 512, 8, 6, 1),  # whole files change hands from pass to pass
-        [[np.arange(step * 24 + rank * 8, step * 24 + rank * 8 + 8) % 100 for rank in range(3)] for step in range(99)],
+        [[np.arange(step * 24 + rank * 8, step * 24 + rank * 8 + 8) % 104 for rank in range(3)] for step in range(99)],
+        [
+            [own[0], own[1], n * 8 - 16 + np.random.default_rng(n).permutation(8)]
+            for n, own in enumerate(_counted(64), 1)
+        ],
     ],
-    ids=["new rows", "at random", "own files", "other files", "one order that does not fit into the ranks"],
+    ids=["new rows", "at random", "own files", "other files", "one order that does not fit into the ranks", "replayed"],
 )
-def test_rows_that_change_hands_from_pass_to_pass_are_followed_by_none(deals: list[list[Any]]) -> None:
+def test_rows_that_change_hands_or_come_in_another_order_are_followed_by_none(deals: list[list[Any]]) -> None:
     owners, longest = RowOwners(), 0
     for ids in deals:
         take(owners, ids)
