@@ -202,8 +202,8 @@ def dropout_probabilities(module: nn.Module) -> dict[str, float]:
 
 def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
     """Shares, rows and permutation of the sampler, on one of ``ranks`` ranks. All shares differ, each is one of N and N
-    are made: so together they are the data, once."""
-    if facts is None:
+    are made: so together they are the data, once. One share of a subset may be this rank's own data."""
+    if facts is None or (facts.world_size == 1 < ranks and facts.picked):
         names = ("sampler: a share for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
         return [item_of(name, "sampler", "not known", None, "free") for name in names]
     shares = facts.world_size
@@ -221,7 +221,7 @@ def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
         item_of("sampler's rows", "sampler", str(facts.rows)),
         item_of("sampler's seed", "sampler", str(facts.seed)),
         item_of("sampler's permutation", "sampler", facts.permutation),
-        item_of(SUBSET, "sampler", facts.picked or "none"),
+        item_of(SUBSET, "sampler", (shares == ranks and facts.picked) or "none"),
     ]
 
 

@@ -122,9 +122,11 @@ def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
     return events_of(outcome_of(*items_and_hashes(*[sampler_items(one, len(facts)) for one in facts])))
 
 
-def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
-    """A sampler per rank from (number of shares, share taken), all of one permutation."""
-    return [SamplerFacts(size, rank, (1, 2), 3, 100) for size, rank in pairs]
+def shares(*pairs: tuple[int, int], picked: str = "") -> list[SamplerFacts]:
+    """A sampler per rank from (number of shares, share taken), all of one permutation; of which rows on each rank."""
+    return [
+        SamplerFacts(size, rank, (1, 2), 3, 100, picked[place : place + 1]) for place, (size, rank) in enumerate(pairs)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,10 @@ def shares(*pairs: tuple[int, int]) -> list[SamplerFacts]:
         (shares((4, 0), (4, 1), (1, 0), (4, 3)), [("duplicate-data", "error", (2,))]),
         (shares((4, 0), (4, 1), (4, 1), (4, 3)), [("duplicate-data", "error", (1, 2))]),
         (shares((8, 0), (8, 1), (8, 2), (8, 3)), [("low-coverage", "warning", (0, 1, 2, 3))]),
+        (shares((4, 0), (4, 1), (4, 2), (4, 3), picked="aaaa"), []),
+        (shares((4, 0), (4, 1), (4, 2), (4, 3), picked="aaba"), [("data-order-mismatch", "error", (2,))]),
+        (shares((2, 0), (2, 1), picked="ab"), [("data-order-mismatch", "error", ())]),
+        (shares(*[(1, 0)] * 4, picked="abcd"), []),  # each rank's own data
         (shares((4, 0), (4, 1), (4, 2), (4, 4)), [("data-order-mismatch", "error", (3,))]),
     ],
 )
