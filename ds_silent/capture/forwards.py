@@ -23,7 +23,7 @@ from ds_silent.capture.loss_origin import reduction_near
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.exchange.observation import Loss
 from ds_silent.framework import Framework
-from ds_silent.preflight.inventory import Dealing
+from ds_silent.preflight.inventory import LoaderPass
 from ds_silent.rules.language_models import shifts_labels
 
 _FEW = 3  # batches of a pass, none of which is the smaller last one
@@ -33,9 +33,9 @@ AHEAD, KEPT = 16, 64  # batches that a script fetches ahead at most; times the r
 class _Pass:
     """Count the forwards on one pass of a loader, by their tensors' rows and by what the loader has dealt."""
 
-    def __init__(self, dealing: Dealing, batch: int, joins: bool):
+    def __init__(self, loader_pass: LoaderPass, batch: int, joins: bool):
         """``joins``: the passes before took several batches in a forward."""
-        self.dealing, self.batch = dealing, batch
+        self.loader_pass, self.batch = loader_pass, batch
         self.rows = self.fresh = 0  # of the tensors; of new batches
         self.forwards = 0
         self.ahead, self._ahead_now = math.inf, 0  # batches more than forwards: the fewest, and by the newest
@@ -47,18 +47,18 @@ class _Pass:
 
     def forward(self, rows: int, fresh: bool) -> None:
         """Take a forward; ``fresh``: of another batch than the one before."""
-        dealing, batch = self.dealing, self.batch
+        loader_pass, batch = self.loader_pass, self.batch
         self.forwards += fresh
-        self._since = rows + (self._since if dealing.given == self._given else 0)
-        self._given, ahead = dealing.given, max(0, dealing.given - self.forwards)
+        self._since = rows + (self._since if loader_pass.given == self._given else 0)
+        self._given, ahead = loader_pass.given, max(0, loader_pass.given - self.forwards)
         if self.forwards > 1:  # where batches are joined, each forward takes more than the one by which it counts
             sure = self.forwards > _FEW and ahead > self.forwards / 2
             self._may_join = self.joins = self._may_join and (ahead > self._ahead_now or sure)
         self.ahead, self._ahead_now = min(self.ahead, ahead), ahead
         self.rows, self.fresh = self.rows + rows, self.fresh + rows * fresh
-        whole = self.forwards == 1 < dealing.given == dealing.batches
+        whole = self.forwards == 1 < loader_pass.given == loader_pass.batches
         self.kept = self.kept or whole or self._since > KEPT * batch
-        self.single = self.single and rows == 1 < batch and self.forwards <= dealing.given and not self.kept
+        self.single = self.single and rows == 1 < batch and self.forwards <= loader_pass.given and not self.kept
         self.more = self.more or rows > batch
         missing = self.missing
         self.short = missing > 0 and (self.short or self.forwards < _FEW or missing >= 2 * batch)
@@ -66,15 +66,15 @@ class _Pass:
     @property
     def missing(self) -> int:
         """Return how many rows fewer than its batches a forward for each has had; 0 where batches are cut."""
-        if self.kept or self.forwards > self.dealing.given:
+        if self.kept or self.forwards > self.loader_pass.given:
             return 0
-        return max(0, self.dealing.rows_in(self.forwards) - self.rows)
+        return max(0, self.loader_pass.rows_in(self.forwards) - self.rows)
 
     @property
     def dealt(self) -> int:
         """Return the rows of the batches that were not only fetched ahead."""
-        ahead = 0 if self.joins else int(min(self.ahead, self.dealing.given))
-        return self.dealing.rows_in(self.dealing.given - ahead)
+        ahead = 0 if self.joins else int(min(self.ahead, self.loader_pass.given))
+        return self.loader_pass.rows_in(self.loader_pass.given - ahead)
 
     @property
     def unlike(self) -> bool:
@@ -110,24 +110,24 @@ class RowsOfData:
         self._before = self._told = 0  # rows: of passes before; told in steps before
         self._owed = 0  # rows of passes before that count as soon as it is sure that they were packed
 
-    def forward(self, rows: int, fresh: bool, dealing: Dealing | None, deals: bool) -> None:
+    def forward(self, rows: int, fresh: bool, loader_pass: LoaderPass | None, deals: bool) -> None:
         """Take a training forward.
 
         Args:
             rows: of its tensors.
             fresh: it is of another batch than the one before.
-            dealing: of the pass under way.
+            loader_pass: of the pass under way.
             deals: whether the loader is known to deal this rank its share of all rows.
         """
         own = self._pass
-        if dealing is None or not dealing.batch:
+        if loader_pass is None or not loader_pass.batch:
             self._pass = None
             return
-        if own is not None and own.dealing is not dealing:
+        if own is not None and own.loader_pass is not loader_pass:
             self._before += own.counted(self._packed)
             self._owed += own.missing if own.single and not self._packed else 0
-        if own is None or own.dealing is not dealing:
-            own, fresh = _Pass(dealing, dealing.batch, own is not None and own.joins), True
+        if own is None or own.loader_pass is not loader_pass:
+            own, fresh = _Pass(loader_pass, loader_pass.batch, own is not None and own.joins), True
         self._pass = own
         own.forward(rows, fresh)
         if own.single and deals and self._owed + own.missing > AHEAD * own.batch:
@@ -163,7 +163,7 @@ class Forwards:
         self.rows_of_data, self._batches = RowsOfData(), 0
         framework.counts.of_data = lambda rows: local(self.rows_of_data.of_step, rows) or 0
         settings.deal = lambda: loaders.deal
-        rows.batch_of = lambda: None if loaders.dealing is None else loaders.dealing.batch
+        rows.batch_of = lambda: None if loaders.loader_pass is None else loaders.loader_pass.batch
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
@@ -204,7 +204,7 @@ class Forwards:
         self._batches = loaders.forwards
         deals = loaders.facts.rows is not None and loaders.deal.dealt != "unknown"
         rows = self._rows.newest if self._rows.dimension.known else 0
-        self.rows_of_data.forward(rows, self._batches != before, loaders.dealing, deals)
+        self.rows_of_data.forward(rows, self._batches != before, loaders.loader_pass, deals)
 
     def forwarded(self, module: Any, inputs: Any, output: Any) -> None:
         """Take the forward's loss: with a plain ``loss.backward()`` there is no other."""

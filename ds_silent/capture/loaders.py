@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, da
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
 from ds_silent.preflight.comparison import PreflightOutcome
-from ds_silent.preflight.inventory import Dealing, dealing_of, length_of, picked_from, sampler_facts, samplers_in
+from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of, picked_from, sampler_facts, samplers_in
 from ds_silent.preflight.items import Item
 from ds_silent.records import DataDealt, Dealt
 
@@ -125,7 +125,7 @@ class LoaderWatch(_Watch):
         self._sampler: weakref.ref[Any] | None = None  # of its batches
         self._newest_sampler: weakref.ref[Any] | None = None
         self._newest_skips = 0
-        self._dealt: dict[int, Dealing] = {}  # of the newest passes
+        self._loader_passes: dict[int, LoaderPass] = {}  # of the newest passes
         self._mixed = False
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
@@ -147,16 +147,16 @@ class LoaderWatch(_Watch):
             self._newest_facts = data_facts(iterator, self._ranks)
             self._newest_deal = deal_of(iterator, self._ranks)
             self._newest_sampler, self._newest_skips = batches_of(iterator)
-            for old in [*self._dealt][:-3]:
-                del self._dealt[old]
-            self._dealt[number] = dealing_of(iterator)
+            for old in [*self._loader_passes][:-3]:
+                del self._loader_passes[old]
+            self._loader_passes[number] = loader_pass_of(iterator)
         self._newest = number
-        self._dealt[number].given = getattr(iterator, "_num_yielded", 0)
+        self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
 
     @property
-    def dealing(self) -> Dealing | None:
+    def loader_pass(self) -> LoaderPass | None:
         """Return what the pass under way has dealt to this rank; None without one, and where several take turns."""
-        return None if self._mixed else self._dealt.get(self._training)
+        return None if self._mixed else self._loader_passes.get(self._training)
 
     @property
     def forwards(self) -> int:

@@ -270,7 +270,7 @@ def samplers_in(loader: Any) -> list[Any]:
 
 
 @dataclass
-class Dealing:
+class LoaderPass:
     """What one pass of a loader deals to this rank: batches, and rows of the data in each; None: not known."""
 
     batch: int | None
@@ -284,15 +284,15 @@ class Dealing:
         return rows if self.rows is None else min(rows, self.rows)
 
 
-def dealing_of(iterator: Any) -> Dealing:
+def loader_pass_of(iterator: Any) -> LoaderPass:
     """Read how many rows an iterator's batches hold. A data set that makes batches itself gives one item at a time."""
     try:
         sampler = getattr(iterator, "_index_sampler", None)
         alone = getattr(iterator, "_auto_collation", True) is False
         inner = sampler if alone else getattr(sampler, "sampler", None)
-        return Dealing(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
+        return LoaderPass(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
     except Exception:  # somebody else's property
-        return Dealing(None, None, None)
+        return LoaderPass(None, None, None)
 
 
 def rows_per_batch(loader: Any) -> int | None:

@@ -159,7 +159,7 @@ def _rows_by(style: str, ahead: int, rows: int, passes: int = 2) -> tuple[int, b
             }
             for shape in shapes.get(style, [own]):
                 watch.forward()
-                found.forward(shape, watch.forwards != before, watch.dealing, deals=True)
+                found.forward(shape, watch.forwards != before, watch.loader_pass, deals=True)
                 before = watch.forwards
             counted += found.of_step(sum(shapes.get(style, [own])))
             # of batches that are forwarded more than once nobody knows how many were fetched ahead
