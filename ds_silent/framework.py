@@ -92,7 +92,7 @@ class StepCounts:
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
     partly: bool = False  # some of its optimizers stepped, others did not
-    of_data: Callable[[int], int] = int  # rows of the data in a step, from those of its tensors
+    rows_of_step: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this rank: of the data, and of its forwards
 
     @property
     def step(self) -> int:
@@ -114,9 +114,10 @@ class StepCounts:
         """Whether the optimizer did not apply the step just taken, whatever the reason."""
         return self.skipped or self.left_out
 
-    def take(self, rows: int, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
-        """Count a step of that many rows of each rank, taken or left out."""
-        self.taken, self.rows = self.taken + 1, self.rows + self.of_data(rows) * self.data_ranks
+    def take(self, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
+        """Count the step that ends, taken or left out, and its rows on each rank."""
+        of_data, rows = self.rows_of_step()
+        self.taken, self.rows = self.taken + 1, self.rows + of_data * self.data_ranks
         self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
         self.skipped, self.left_out, self.partly = skipped, left_out, partly
 

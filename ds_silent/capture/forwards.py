@@ -161,12 +161,14 @@ class Forwards:
         """``local``: calls what must not reach the training when it breaks."""
         self._module, self._rows, self._loaders, self._settings = framework.module, rows, loaders, settings
         self.rows_of_data, self._batches = RowsOfData(), 0
-        framework.counts.of_data = lambda rows: local(self.rows_of_data.of_step, rows) or 0
+        framework.counts.rows_of_step = lambda: local(self.rows_of_step) or (0, 0)
         settings.deal = lambda: loaders.deal
         rows.batch_of = lambda: None if loaders.loader_pass is None else loaders.loader_pass.batch
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None
+        self._taken: list[int] = []  # rows of the step's forwards
+        self._taken_behind = 0  # of them, those whose backward has come, or never will
         self._times_share: Tensor | None = None  # of the forward under way, where its loss is a share of the step's
         self._start_step()
 
@@ -203,6 +205,7 @@ class Forwards:
         loaders, before = self._loaders, self._batches
         self._batches = loaders.forwards
         deals = loaders.facts.rows is not None and loaders.deal.dealt != "unknown"
+        self._taken.append(self._rows.newest)
         rows = self._rows.newest if self._rows.dimension.known else 0
         self.rows_of_data.forward(rows, self._batches != before, loaders.loader_pass, deals)
 
@@ -243,7 +246,7 @@ class Forwards:
 
     def backward_ended(self) -> None:
         """Note that what was forwarded until now is in the gradients, or never will be."""
-        self._behind = len(self._of_forwards)
+        self._behind, self._taken_behind = len(self._of_forwards), len(self._taken)
         self._rows.backward_ended()
         if self._order is not None:
             self._order.end()
@@ -251,10 +254,16 @@ class Forwards:
     def drop(self) -> None:
         """Forget what is in the gradients; a forward whose backward is to come stays."""
         self._rows.drop()
+        self._taken, self._taken_behind = self._taken[self._taken_behind :], 0
         self._start_step(self._of_forwards[self._behind :])
 
+    def rows_of_step(self) -> tuple[int, int]:
+        """Count the rows of the step that ends: of the data, and of its forwards' tensors."""
+        rows, self._taken, self._taken_behind = sum(self._taken), [], 0
+        return self.rows_of_data.of_step(rows), rows
+
     def end_step(self) -> None:
-        """Forget the step that was taken."""
+        """Forget the step that was taken; its rows are forgotten as they are counted."""
         self.evaluated = self._evaluated_loss = None
         self._rows.end_step()
         self._start_step()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_silent.capture.row_hashes import batch_tensors, rows_of
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig
 from ds_silent.distributed.communicator import own_group
 from ds_silent.exchange.collectives import largest
@@ -179,11 +178,6 @@ def follow_accelerate(patches: Patches, moments: Moments) -> None:
 
     if hasattr(sys.modules.get("accelerate"), "Accelerator"):
         patches.wrap_method(sys.modules["accelerate"].Accelerator, "backward", backward)
-
-
-def rows_in(args: Any, kwargs: Any) -> int:
-    """Count the rows of a micro-batch."""
-    return rows_of(batch_tensors(args, kwargs)[0])
 
 
 @contextmanager

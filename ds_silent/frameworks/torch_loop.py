@@ -73,7 +73,6 @@ class TorchLoop:
         self._came: set[int] = set()  # places of those whose gradients have come in this step
         self._hooked: list[Any] = []  # optimizers
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
-        self._rows = self._rows_behind = 0  # of the current step; those whose backward has come, or never will
         self._forwards = 0  # depth of nested forward calls
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
@@ -126,7 +125,6 @@ class TorchLoop:
             self._ended()
             self._inside.clear()
             self._forward_loss = None
-            self._rows += self._moments.guard.local(torch_common.rows_in, args, kwargs) or 0
         self._moments.pre_forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
@@ -171,7 +169,7 @@ class TorchLoop:
             self.frozen = frozenset(place for place in absent if not self._parameters[place].requires_grad)
             self._moments.post_backward()
             boundary, self._open = self._boundary, False
-            self._accumulated, self._rows_behind = True, self._rows
+            self._accumulated = True
             self._reduced = self._reduced or boundary
             if boundary and self._reduces_in_backward:
                 self._moments.post_reduction()
@@ -265,7 +263,6 @@ class TorchLoop:
     def _drop(self) -> None:
         self._accumulated = self._reduced = False
         self._came.clear()
-        self._rows, self._rows_behind = self._rows - self._rows_behind, 0
         self._moments.on_gradient_dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
@@ -273,8 +270,7 @@ class TorchLoop:
         if self._stepped is not None:
             missing = {id(optimizer) for optimizer in self._optimizers} - self._stepped
             partly, self._missing, self._stepped = bool(self._stepped and missing), missing, None
-            self._counts.take(self._rows, skipped, left_out, partly)
-            self._rows = self._rows_behind = 0
+            self._counts.take(skipped, left_out, partly)
             self._came.clear()
             self._moments.post_step()
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.capture.batch_rows import RowIds
-from ds_silent.capture.row_hashes import as_ids, row_hashes
+from ds_silent.capture.row_hashes import as_ids, batch_tensors, row_hashes, rows_of
 from ds_silent.exchange.row_ids import unpack_ids
-from ds_silent.frameworks.torch_common import rows_in
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, build
@@ -204,11 +203,11 @@ def test_packed_sequences_are_told_by_their_tokens_and_not_by_their_offsets() ->
     found = []
     for tokens in (torch.arange(6)[None], torch.arange(6, 12)[None]):
         inputs = {"cu_seq_lens_q": offsets.clone(), "input_ids": tokens, "max_length_q": 3}
-        assert rows_in((), inputs) == 1
+        assert rows_of(batch_tensors((), inputs)[0]) == 1
         rows = RowIds(enabled=True, capacity=4, micro_batch=4)
         rows.forward((), inputs)
         found.append(taken(rows))
     assert [len(one) for one in found] == [1, 1]
     assert found[0] != found[1]
-    assert rows_in((torch.arange(5),), {}) == 5  # a vector of ids, each a row
-    assert rows_in((torch.tensor(1.0),), {}) == 0
+    assert rows_of([torch.arange(5)]) == 5  # a vector of ids, each a row
+    assert rows_of([torch.tensor(1.0)]) == 0

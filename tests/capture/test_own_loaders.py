@@ -222,7 +222,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.layers(inputs), labels)
 
 
@@ -287,7 +287,10 @@ def unlike_loop(output_dir: str, style: str) -> None:
                 inputs, labels = batch["inputs"], batch["labels"]
                 if style == "pairs with ids":
                     observer.observe_batch([place[first] for first in inputs[:, 0].tolist()])
-                if "pairs" in style:
+                if style in ("plain", "edges"):
+                    edges = {"edges": torch.zeros(9, 9)} if style == "edges" else {}
+                    model(inputs=inputs, labels=labels, **edges).backward()
+                elif "pairs" in style:
                     model(torch.cat([inputs, inputs + 1.0]), torch.cat([labels, labels])).backward()
                 elif style == "fakes":
                     model(inputs, labels).backward()
@@ -317,6 +320,17 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
     seen = [record["coverage"]["seen"] for record in records]
     assert seen.count(1.0) == 2 if style in ("row by row", "pairs with ids") else seen == [None] * 80
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+
+
+def test_a_constant_beside_the_batch_changes_no_number(tmp_path: Path) -> None:
+    """It has 9 rows and comes first by name; a batch has 2."""
+    for style in ("plain", "edges"):
+        run_distributed(unlike_loop, 2, (str(tmp_path / style), style))
+    plain, beside = (read_metrics(tmp_path / style / "metrics.jsonl") for style in ("plain", "edges"))
+    names = ("samples", "epoch", "noise_scale", "coverage")
+    assert [[record[name] for name in names] for record in plain] == [
+        [record[name] for name in names] for record in beside
+    ]
 
 
 def split_loop(output_dir: str, seeds: tuple[int, int], given: bool) -> None:

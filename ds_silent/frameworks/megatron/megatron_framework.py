@@ -28,7 +28,7 @@ from ds_silent.framework import Framework, Moments, Part, Promise
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.megatron.buffers import Buffers, inner_optimizers, trained_by
 from ds_silent.frameworks.megatron.peers import MegatronPeers
-from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, rows_in
+from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.observing.observe import Given, given_block
@@ -123,7 +123,6 @@ class MegatronFramework(Framework):
         self.clip = float(optimizer.config.clip_grad)
         self.observes_applied = config.integrity.aggregation and config.direction.method != "off"
         self.peers: MegatronPeers = MegatronPeers(chunks, buffers, config.integrity.replica_interval, self.clip)
-        self._rows = 0  # of the step under way
         self._forwards = 0  # of them: whose backward is to come
         self._begun: set[int] = set()  # chunks that have had a forward in it
         self._looked: set[int] = set()  # parameters, in it
@@ -202,7 +201,6 @@ class MegatronFramework(Framework):
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.module.training = module.training
         if torch.is_grad_enabled():
-            self._rows += self._moments.guard.local(rows_in, args, kwargs) or 0
             self._forwards += 1
         self._moments.pre_forward(module, args, kwargs)
 
@@ -243,8 +241,8 @@ class MegatronFramework(Framework):
             increment_version(self._buffers.gradients)
         self._moments.pre_update()
         result = original(*args, **kwargs)
-        self.counts.take(self._rows, skipped=isinstance(result, tuple) and result[0] is False)
-        self._rows = self._forwards = 0
+        self.counts.take(skipped=isinstance(result, tuple) and result[0] is False)
+        self._forwards = 0
         self._begun.clear()
         self._moments.post_step()
         return result
