@@ -11,7 +11,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.repeats import RepeatTest, rate_of_others
 from ds_silent.measure.coverage import EpochCoverage
-from ds_silent.measure.evidence import Coverage, Evidence
+from ds_silent.measure.evidence import Coverage, Evidence, OwnPasses, Trail
 from ds_silent.measure.row_history import RecentRows
 from ds_silent.records import Event, StepRecord
 from tests.support.ids_by_rank import by_rank
@@ -104,6 +104,20 @@ def test_chance_repeats_are_rare_enough() -> None:
         repeats = tuple(int(n) for n in random.binomial(8, 0.2, size=4))
         evidence = Evidence(own_rows=(8,) * 4, own_repeats=repeats)
         assert test.step(StepRecord(step, step, None, 4), evidence) == []
+
+
+def test_a_rank_that_follows_another_is_told_till_it_does_no_more() -> None:
+    """The trail goes on with fewer observations where a step was unlike."""
+    judge, events = Judge(DetectorsConfig()), list[Event]()
+    for step, times in enumerate((7, 8, 9, 8, 7, 3, 1, 0, 5), 1):
+        trails = {2: Trail(0, 80, times)} if times else {}
+        passes = OwnPasses((8,) * 4, (100.0,) * 4, taken=(400,) * 4, trails=trails)
+        events += judge.step(StepRecord(step, step, None, 4), Evidence(passes=passes))
+    assert [(e.step, e.kind, e.severity, e.ranks, e.phase) for e in events] == [
+        (2, "duplicate-data", "error", (0, 2), "started"),
+        (8, "duplicate-data", "info", (0, 2), "ended"),
+    ]
+    assert events[0].message.startswith("Rank 2 trains on the rows that rank 0 took 80 rows before, one by one")
 
 
 def test_it_goes_on_after_a_resume() -> None:
