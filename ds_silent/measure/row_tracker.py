@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,50 @@ BEYOND = 1.25  # times the rows that were dealt: if as many different ones come,
 STUCK = 16  # batches of the other ranks; a rank's own count once for twice as many, see batch_rows
 
 
+@dataclass
+class IdleRanks:
+    """Find ranks that have taken no new rows while the others took ``STUCK`` batches.
+
+    An optimizer that takes a batch several times does so on all ranks alike.
+    """
+
+    had_rows: bool = False  # every rank
+    ranks: tuple[int, ...] = ()
+    batches: float = 0.0  # of the others meanwhile
+
+    def without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
+        """Return them, if ``taken`` are the rows of each rank since the last observation."""
+        idle, batches = tuple(np.flatnonzero(taken <= 0).tolist()), float(taken.max()) / max(1, own_rows)
+        if not self.had_rows or len(idle) == len(taken):
+            return ()
+        self.ranks, self.batches = idle, batches + (self.batches if idle == self.ranks else 0.0)
+        return idle if self.batches >= STUCK else ()
+
+
+@dataclass
+class OtherRows:
+    """Find out, of the first rank, that its forwards also take rows of none of the data: a GAN's fakes, several views.
+
+    More rows of an epoch are different then than were dealt to it.
+    """
+
+    found: bool = False
+    samples: int = 0  # dealt until the last observation
+    samples_before: int | None = 0  # of them, those before this epoch, or fewer; None: not known
+    rows: int = 0  # of its forwards in this epoch
+
+    def start_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.samples_before, self.rows = self.samples, 0
+
+    def look(self, samples: int, epoch: EpochCoverage, spare: int) -> None:
+        """Compare the rows of ``epoch`` with ``samples``, dealt so far; ``spare``: rows that prove nothing."""
+        if self.samples_before is not None and epoch.visits:
+            different = self.rows * epoch.distinct / epoch.visits
+            self.found |= different > BEYOND * (samples - self.samples_before) + spare
+        self.samples = samples
+
+
 class RowTracker:
     """Follow the rows of the current epoch over all ranks, in constant memory; ``deal``: how they come to the ranks."""
 
@@ -62,12 +106,8 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
-        self._idle: tuple[tuple[int, ...], float] = (), 0.0  # ranks without new rows; the others' batches meanwhile
-        self._had_rows = False  # every rank
-        self._samples = 0  # dealt to the first rank until the last observation
-        self._samples_before: int | None = 0  # those before this epoch, or fewer; None: not known
-        self._first_rank = 0  # rows of its forwards in this epoch
-        self._mixed = False  # forwards also take what is none of the data: a GAN's fakes, several views of a row
+        self._idle = IdleRanks()
+        self._others = OtherRows()
 
     def step(
         self,
@@ -93,15 +133,15 @@ class RowTracker:
             None if a rank sent no ids.
         """
         sent, level = unpack_ids(ids, sampling), 0 if sampling is None else sampling.level
-        rows_in_epoch = None if self._mixed else rows_in_epoch
+        rows_in_epoch = None if self._others.found else rows_in_epoch
         if level != self._level:  # the number of ranks changed since the checkpoint: other rows are sampled
             self._epoch.start_epoch()
             self._partial, self._level = self._partial or self._resumed, level
         if int(sent.taken.min()) <= 0:
             self._partial |= not walk.repeated or bool(sent.taken.any())
-            stuck = self._without_new_rows(sent.taken, own_rows)
+            stuck = self._idle.without_new_rows(sent.taken, own_rows)
             return RowsOfStep(CoverageStats(), Evidence(stuck=stuck)) if stuck else None
-        self._idle, self._had_rows = ((), 0.0), True
+        self._idle = IdleRanks(had_rows=True)
         whole, (sent, own_rows) = own_rows, one_view(sent, own_rows, micro_batches)
         if own_rows < whole:
             walk = replace(walk, starts=tuple(start * own_rows // whole for start in walk.starts))
@@ -123,9 +163,9 @@ class RowTracker:
             if begins:
                 self._epoch.start_epoch()
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
-                self._samples_before, self._first_rank = self._samples, 0
+                self._others.start_epoch()
             self._epoch.update(sent.values[part], _rows_of(sent, first, end))
-            self._first_rank += min(int(sent.looked[0]), end) - min(int(sent.looked[0]), first)
+            self._others.rows += min(int(sent.looked[0]), end) - min(int(sent.looked[0]), first)
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
@@ -143,31 +183,13 @@ class RowTracker:
             same_order=order,
         )
         if samples is not None and not walk.told:
-            self._look_for_others(samples // ranks, own_rows)
-        if rows_in_epoch is None or self._partial or self._mixed:
+            self._others.look(samples // ranks, self._epoch, own_rows)
+        if rows_in_epoch is None or self._partial or self._others.found:
             share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)
         coverage = _coverage(self._epoch, rows_in_epoch, walk, rate, bool(self._before_anew))
         repeated = max(0.0, coverage.epoch - coverage.seen)
         return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
-
-    def _look_for_others(self, samples: int, own_rows: int) -> None:
-        """Compare the first rank's different rows of this epoch with those that were dealt to it."""
-        if self._samples_before is not None and self._epoch.visits:
-            different = self._first_rank * self._epoch.distinct / self._epoch.visits
-            self._mixed |= different > BEYOND * (samples - self._samples_before) + own_rows
-        self._samples = samples
-
-    def _without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
-        """Return ranks that have taken no new rows while the others took ``STUCK`` batches.
-
-        An optimizer that takes a batch several times does so on all ranks alike.
-        """
-        idle, batches = tuple(np.flatnonzero(taken <= 0).tolist()), float(taken.max()) / max(1, own_rows)
-        if not self._had_rows or len(idle) == len(taken):
-            return ()
-        self._idle = idle, batches + (self._idle[1] if idle == self._idle[0] else 0.0)
-        return idle if self._idle[1] >= STUCK else ()
 
     def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
         """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
@@ -245,7 +267,7 @@ class RowTracker:
             "first": self._first.tolist(),
             "short": self._short,
             "before_anew": self._before_anew,
-            "mixed": self._mixed,
+            "mixed": self._others.found,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -257,7 +279,7 @@ class RowTracker:
         self._level = int(state["level"])
         self._first = np.array(state["first"], dtype=np.uint64)
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
-        self._mixed, self._samples_before = bool(state.get("mixed", False)), None
+        self._others = OtherRows(found=bool(state.get("mixed", False)), samples_before=None)
         self._order = SameOrder()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
