@@ -135,7 +135,7 @@ class FollowedRows(Detector):
             leader, lag, _ = trails[rank]
             message = (
                 f"Rank {rank} trains on the rows that rank {leader} took {lag} rows before, one by one, while those of "
-                f"rank {leader} are new: both take them from one stream, at different places."
+                f"rank {leader} were new: both take them from one stream, at different places."
             )
             remedy = (
                 "Give each rank's stream a seed of its own (seed + rank), or let a sampler deal the rows. Code that "

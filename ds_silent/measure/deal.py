@@ -137,7 +137,7 @@ class RowOwners:
         self._hashes = np.zeros(SLOTS, dtype=np.uint64)
         self._owners = np.full(SLOTS, -1, dtype=np.int32)  # -1: nothing is here
         self._came = np.zeros(SLOTS, dtype=np.int64)  # observation's number
-        self._places = np.zeros(SLOTS, dtype=np.int64)  # of the row, among those of its rank
+        self._numbers = np.zeros(SLOTS, dtype=np.int64)  # of the row, among those of its rank
         self._taken = np.zeros(ranks, dtype=np.int64)  # rows so far
         self.trails: dict[int, Trail] = {}  # by the rank that follows
         self._begun = np.zeros(ranks, dtype=bool)  # ranks whose rows have come again
@@ -159,13 +159,13 @@ class RowOwners:
         others = again & (before != owners)
         both = np.concatenate([owners[others], before[others]])
         self.shared = np.bincount(both, minlength=ranks)
-        self._follow_trails(owners, numbers, np.where(again, before, -1), self._places[places])
+        self._follow_trails(owners, numbers, np.where(again, before, -1), self._numbers[places])
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
         if ranks > 1 and later.any() and 2 * int(self._begun.sum()) > ranks:
             self._weigh(before[later], owners[later])
         self._hashes[places], self._owners[places], self._came[places] = hashes, owners, self._count
-        self._places[places] = numbers
+        self._numbers[places] = numbers
         while int((self._owners >= 0).sum()) > SLOTS // 2:
             self._level += 1
             self._owners[self._hashes > largest_hash(self._level)] = -1
@@ -179,12 +179,12 @@ class RowOwners:
         self._taken += np.bincount(owners, minlength=len(self._taken))
         return numbers
 
-    def _follow_trails(self, owners: Ids, numbers: Ids, before: Ids, places: Ids) -> None:
+    def _follow_trails(self, owners: Ids, numbers: Ids, before: Ids, earlier: Ids) -> None:
         """Look which ranks take all rows as far behind another rank, whose own are new; later they may come again.
 
         Args:
             owners, numbers: of the rows of an observation.
-            before: ranks that took them last, -1 for new rows; ``places``: as which of those ranks' rows.
+            before: ranks that took them last, -1 for new rows; ``earlier``: as which of those ranks' rows.
         """
         rows = np.bincount(owners, minlength=len(self._taken))
         new = np.bincount(owners[before < 0], minlength=len(rows))
@@ -194,7 +194,7 @@ class RowOwners:
             own = owners == rank
             leaders, times = np.unique(before[own], return_counts=True)
             leader = int(leaders[times.argmax()])
-            lags, times = np.unique((numbers - places)[own & (before == leader)], return_counts=True)
+            lags, times = np.unique((numbers - earlier)[own & (before == leader)], return_counts=True)
             trail = self.trails.get(rank)
             sure = trail is not None and trail.leader == leader and trail.times >= LONG_TRAIL
             if times.max() >= _ALL * rows[rank] and (sure or new[leader] >= _ALL * rows[leader]):

@@ -164,8 +164,9 @@ class RowTracker:
                 self._epoch.start_epoch()
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
                 self._others.start_epoch()
-            self._epoch.update(sent.values[part], _rows_of(sent, first, end))
-            self._others.rows += min(int(sent.looked[0]), end) - min(int(sent.looked[0]), first)
+            visits = _rows_of(sent, first, end)
+            self._epoch.update(sent.values[part], int(visits.sum()))
+            self._others.rows += int(visits[0])
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
@@ -212,7 +213,7 @@ class RowTracker:
         while place < length:
             end = starts.pop(0) if starts else length
             inside = (sent.places >= place) & (sent.places < end)
-            many = _rows_of(sent, place, end)
+            many = int(_rows_of(sent, place, end).sum())
             spare = own_rows * ranks if walk.watched else 0
             visits = self._epoch.visits - self._before_anew
             before = 0 if begins else visits - spare
@@ -342,9 +343,9 @@ def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds,
     return StepIds(sent.values[order], sent.owners[order], places[order], *fewer, sent.rate), own_rows // count
 
 
-def _rows_of(sent: StepIds, first: int, end: int) -> int:
-    """Count all ranks' rows from one place to another, sent or not."""
-    return int((np.minimum(sent.looked, end) - np.minimum(sent.looked, first)).sum())
+def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
+    """Count each rank's rows from one place to another, (N,), sent or not."""
+    return np.minimum(sent.looked, end) - np.minimum(sent.looked, first)
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:

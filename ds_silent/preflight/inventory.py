@@ -249,8 +249,9 @@ def _facts_of(within: Sequence[Any], world_size: int, rank: int) -> SamplerFacts
     names = ("seed", "initial_seed", "epoch", "shuffle", "drop_last", "even_batches", "split_batches")
     follows = [[getattr(one, name, None) for name in names] for one in within]
     permutation = hash_text(repr(([type(one).__name__ for one in within], rows, follows)))
-    seed, picked = next((one for one in said if isinstance(one, int)), None), filter(None, map(picked_from, sets))
-    return SamplerFacts(world_size, rank, permutation, seed, rows, next(picked, ""))
+    seed = next((one for one in said if isinstance(one, int)), None)
+    picked = next(filter(None, map(picked_from, sets)), "")
+    return SamplerFacts(world_size, rank, permutation, seed, rows, picked)
 
 
 def samplers_in(loader: Any) -> list[Any]:

@@ -77,12 +77,18 @@ def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
         kind = _KINDS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
         together.setdefault((kind, item.group, item.severity, numbers[id(one.parts)]), []).append(one)
     events = [
-        Event(step, kind, severity, found[0].odd, name, None, None, _sentence(found), remedy)
+        Event(
+            step, kind, severity, one.odd, one.item.name, None, None, _sentence(found), remedy_of(one.item.name, kind)
+        )
         for (kind, _, severity, _), found in together.items()
-        for name in [found[0].item.name]
-        for remedy in [REMEDIES_OF.get(name, _REMEDIES[kind])]
+        for one in found[:1]
     ]
     return sorted(events, key=lambda event: list(_STYLES).index(event.severity))
+
+
+def remedy_of(item: str, kind: EventKind) -> str:
+    """Return what to do about an item that differs: its own, else that of the kind of its event."""
+    return REMEDIES_OF.get(item, _REMEDIES[kind])
 
 
 def _sentence(found: Sequence[ItemOutcome]) -> str:

@@ -235,7 +235,7 @@ class ReplicaChecks:
         replicated: tuple[Items, Callable[[], Items]],
         group: dist.ProcessGroup,
         after_updates: bool,
-        part: Callable[[], bool] = lambda: False,
+        part: Callable[[], bool],
     ):
         """``part``: tells whether replicas part by design now."""
         parameters, others = replicated

@@ -27,7 +27,8 @@ from ds_silent.runs.run import read_run
 from ds_silent.runs.verdict import verdict_of
 from ds_silent.sinks.jsonl import read_events
 from finetune.sampler import Plan, ResumableSampler
-from tests.capture.test_own_loaders import Net, Pairs, Stream
+from tests.capture.test_own_loaders import Stream
+from tests.capture.test_own_loops import Net, Pairs
 from tests.support.distributed import run_distributed
 
 ROWS: Any = list(range(40))
