@@ -128,6 +128,7 @@ class RowIds:
         self._label_tokens: Tensor | None = None
         self._input_sizes: list[Tensor] = []  # root mean squares, of the step's micro-batches whose inputs are no ids
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
+        self._kept = 0  # rows of the steps before it
         self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
     def given(self, sample_ids: Tensor) -> None:
@@ -256,7 +257,7 @@ class RowIds:
             return None
         self._leave_out()
         self._told_late()
-        taken, self._sent_next, self._start, self._behind = self._sent_next, [], 0, 0
+        taken, self._sent_next, self._start, self._behind, self._kept = self._sent_next, [], 0, 0, 0
         places = [0, *accumulate(len(one.ids) for one in taken)]
         lost = max(0, places[-1] - self._capacity)
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
@@ -288,9 +289,9 @@ class RowIds:
         self._label_tokens, self._tokens_behind, self._input_sizes = None, None, []
         self._leave_out()
         self._told_late()
-        kept = sum(len(one.ids) for one in self._sent_next)
-        while len(self._sent_next) > 1 and kept - len(self._sent_next[0].ids) > self._capacity:
-            kept -= len(self._sent_next.pop(0).ids)
+        self._kept += sum(len(one.ids) for one in self._sent_next[self._start :])
+        while len(self._sent_next) > 1 and self._kept - len(self._sent_next[0].ids) > self._capacity:
+            self._kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
 
 

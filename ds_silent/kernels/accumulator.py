@@ -262,17 +262,18 @@ class CompiledAccumulator(Accumulator):
         self._touched: Touched = (ctypes.c_uint8 * len(self._tables))()
         self._signs_read = plan.signs.to(torch.int8)
         self._shape = self._signs_read.data_ptr(), plan.width, SHIFT, SHIFTS
-        self._places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self._places: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
 
     def _add_whole(self, part: Part, previous: Tensor | None, weight: float, square: bool, sketching: bool) -> bool:
         index, start, values = part
-        self._touched[self._table_of[index]] = 1
+        count = values.numel()
         read = self._readers.get((values.dtype, None if previous is None else previous.dtype))
         at, before = address_of(values), None if previous is None else address_of(previous)
         if read is None or not at or before == 0:
+            self._touched[self._table_of[index]] |= self.plan.blocks_of(self._offsets[index] + start, count)
             return False
-        count = values.numel()
-        offset, table, slot = self._places.get((index, start, count)) or self._place(index, start, count)
+        offset, table, slot, blocks = self._places.get((index, start, count)) or self._place(index, start, count)
+        self._touched[self._table_of[index]] |= blocks
         to = table if sketching else None, *self._shape, weight, slot if square else None
         read(at, before, count, offset, *to)
         return True
@@ -280,10 +281,11 @@ class CompiledAccumulator(Accumulator):
     def _emptied(self) -> Tensor:
         return self._fold(self._tables, self._touched, self.plan.size)
 
-    def _place(self, index: int, start: int, count: int) -> tuple[int, int, int]:
-        """Return the offset of a part of a tensor, and the addresses of its table and of its square."""
+    def _place(self, index: int, start: int, count: int) -> tuple[int, int, int, int]:
+        """Return the offset of a part of a tensor, the addresses of its table and of its square, and its blocks."""
         slot = self._squares.data_ptr() + 4 * self._slots_of(index, start, count, 1).start
-        place = self._places[index, start, count] = self._offsets[index] + start, self._table[index].data_ptr(), slot
+        offset, table = self._offsets[index] + start, self._table[index].data_ptr()
+        place = self._places[index, start, count] = offset, table, slot, self.plan.blocks_of(offset, count)
         return place
 
 

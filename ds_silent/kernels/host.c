@@ -118,15 +118,21 @@ READER(read_bf16_onto_fp32, BF16, FP32)
 READER(read_bf16_onto_bf16, BF16, BF16)
 READER(read_fp32_onto_bf16, FP32, BF16)
 
-/* The tables that were written to since the last time, folded and zero again: element i goes to bucket i % size. */
+/* What was written to since the last time, folded and zero again: element i goes to bucket i % size. Bit b of a table's
+   byte says that its elements from b * size on were written to, size of them. */
 FOR_EACH_CPU void fold(int64_t tables, uint8_t *touched, float *table, int64_t length, int64_t size, float *sketch) {
     for (; tables > 0; tables--, touched++, table += length, sketch += size) {
-        if (!*touched) continue;
-        for (int64_t begin = 0; begin < length; begin += size)
+        int first = 1;
+        if (!*touched) memset(sketch, 0, (size_t)size * sizeof(float));
+        for (int block = 0; *touched >> block; block++) {
+            if (!(*touched >> block & 1)) continue;
+            float *from = table + block * size;
             for (int64_t i = 0; i < size; i++) {
-                sketch[i] = begin ? sketch[i] + table[begin + i] : table[i];
-                table[begin + i] = 0.0f;
+                sketch[i] = first ? from[i] : sketch[i] + from[i];
+                from[i] = 0.0f;
             }
+            first = 0;
+        }
         *touched = 0;
     }
 }

@@ -37,7 +37,7 @@ _READER = (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _
 
 Read = Callable[..., None]
 Touched = ctypes.Array[ctypes.c_uint8]
-"""Which tables have been written to, 1 or 0."""
+"""What has been written to, a byte for each table: bit b for its b-th k elements."""
 
 
 def address_of(values: Tensor) -> int:
@@ -75,8 +75,8 @@ class Functions:
         self._word_keys = word_keys()
 
     def fold(self, tables: Tensor, touched: Touched, size: int) -> Tensor:
-        """Fold the tables, (n, a multiple of size) fp32, that were touched, and make them zero; (n, size) sketches."""
-        sketches = torch.zeros(len(tables), size)
+        """Fold what was touched of tables, (n, up to 8 size) fp32, and make it zero; (n, size) sketches."""
+        sketches = torch.empty(len(tables), size)
         self._fold(len(tables), touched, tables.data_ptr(), tables.shape[1], size, sketches.data_ptr())
         return sketches
 

@@ -74,6 +74,15 @@ class SketchPlan:
         """How a flat tensor of ``numel`` elements at global ``offset`` falls into rows."""
         return tuple(_pieces(offset, numel, self.width, self.block_rows))
 
+    def blocks_of(self, offset: int, numel: int) -> int:
+        """Tell by bits which of a table's blocks of k columns, 8 at most, a flat tensor at ``offset`` is added to."""
+        first, last = offset % self.width, (offset + numel - 1) % self.width
+        begin, end = 1 << first // self.size, 2 << last // self.size
+        every = 2 << (self.width - 1) // self.size
+        if numel == 0 or numel >= self.width:
+            return every - 1 if numel else 0
+        return end - begin if first <= last else every - begin | end - 1
+
     def fold(self, table: Tensor) -> Tensor:
         """(..., T) or (..., T + rest) accumulated tables to (..., k) sketches, fp32."""
         return fold(table, self.size)

@@ -124,6 +124,27 @@ def test_only_what_was_read_is_folded() -> None:
         assert float(ours._tables.abs().max()) == 0.0
 
 
+@pytest.mark.parametrize("size", [128, SIZE])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_parts_anywhere_in_a_table_are_folded(size: int, contiguous: bool) -> None:
+    """A table is folded a block of ``size`` columns at a time, and only those that a part was added to."""
+    plan, numel = make_plan(4000, size), 4000
+    plain, ours = (kind(plan, [0], [numel], sketch_groups=True) for kind in (Accumulator, CompiledAccumulator))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):  # fewer than the parts that are planned for
+        start = int(torch.randint(numel, (1,), generator=generator))
+        count = min(int(torch.randint(1, plan.width + 20, (1,), generator=generator)), numel - start)
+        values = random(2 * count, torch.float32, start)[::2]
+        values = values.contiguous() if contiguous else values
+        for each in (plain, ours):
+            each._slots.clear()
+            each._used = 0
+            each.add(0, values, start=start)
+        expected, own = plain.take()[0], ours.take()[0]
+        assert torch.equal(expected, own)
+        assert float(ours._tables.abs().max()) == 0.0
+
+
 def test_rows_beyond_the_last_shift() -> None:
     """The shifts begin anew there: the row after the last one has the first one's signs."""
     plain, ours = both(rows_before=SHIFTS - 7)
