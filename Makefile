@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help demo demo-megatron nodes test test-matrix test-real-bugs compare-versions compare-releases test-package test-versions scale unchanged house works readme docs lint format clean
+.PHONY: help demo demo-megatron nodes test test-all test-matrix test-real-bugs compare-versions compare-releases test-package test-versions scale unchanged house works readme docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,10 +26,15 @@ demo-megatron: $(READY) ## Megatron-core on 4 CPU ranks, healthy and with faults
 nodes: $(READY) ## two nodes on this machine, as root: a rank, a node and the network fail, the training goes on (10 minutes)
 	@$(PYTHON_IN_VENV) benchmarks/nodes.py
 
-test: lint ## lint, then the tests in real processes
+test: lint ## lint, then the tests in real processes, but for the long ones
 	@sh .ci/setup.sh unlock
 	@echo "test: pytest ..."
 	@$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal
+
+test-all: lint ## all that `make test` runs, and the long ones: before a change is merged (45 minutes)
+	@sh .ci/setup.sh unlock
+	@echo "test-all: pytest ..."
+	@$(PYTHON_IN_VENV) -m pytest -n 2 --dist worksteal -m "not matrix and not readme"
 
 test-matrix: $(READY) ## the full configuration matrices (tens of minutes)
 	@sh .ci/setup.sh unlock

@@ -227,6 +227,7 @@ def events(request: pytest.FixtureRequest) -> tuple[int, list[Event]]:
     return request.param, everything(request.param)
 
 
+@pytest.mark.long
 def test_no_message_and_no_line_grows_with_the_ranks(events: tuple[int, list[Event]]) -> None:
     ranks, told = events
     hosts = [f"{'node' * 14}{rank // 8:05d}" for rank in range(ranks)]

@@ -61,6 +61,7 @@ def initialized(directory: str) -> list[str]:
     return logged
 
 
+@pytest.mark.long
 def test_deepspeeds_own_log(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     logged = "\n".join(run_distributed(initialized, 2, (str(tmp_path),))[0])

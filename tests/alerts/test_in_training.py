@@ -22,6 +22,7 @@ SECRET = "s3cr3t-T0k3n"
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_a_server_that_hangs_delays_no_step() -> None:
     found = benchmark.measure(rounds=1, steps=12, width=16)
     longest = {way: max(map(max, rounds)) for way, rounds in found["times"].items()}

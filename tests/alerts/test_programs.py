@@ -43,6 +43,7 @@ def test_apprise_sends_and_its_log_goes_nowhere(
     assert SECRET not in caplog.text + "".join(capfd.readouterr())
 
 
+@pytest.mark.long
 def test_apprise_is_ended_when_the_time_is_over() -> None:
     pytest.importorskip("apprise")
     with http_server(drips) as server, ThreadPoolExecutor() as pool:

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from threading import Timer
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_what_a_trace_adds_is_a_share_of_each_ranks_step() -> None:
     options = ["--part", "trace", "--framework", "ddp", "--length", "2", "--pairs", "3"]
     command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), *options]
@@ -32,6 +35,7 @@ def test_what_a_trace_adds_is_a_share_of_each_ranks_step() -> None:
     assert numbers[1][4] == 0.0
 
 
+@pytest.mark.long
 def test_a_run_says_how_far_it_is_and_ctrl_c_ends_it_with_what_is_known() -> None:
     options = ["--framework", "ddp", "--length", "2", "--pairs", "100000", "--variant", "interval 10"]
     process = subprocess.Popen(

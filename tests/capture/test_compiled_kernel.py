@@ -203,6 +203,7 @@ def test_what_has_no_address_is_not_read_there() -> None:
     assert int(Checksums([32], CPU)([negated])[0]) == int(checksum(-ONES))
 
 
+@pytest.mark.long
 def test_a_layers_tensors_may_be_of_several_dtypes(fresh: pytest.MonkeyPatch) -> None:
     """And come late, or with another dtype than before."""
     tensors = [random(300, torch.float32, 1), random(4000, torch.float64, 2), random(300, torch.bfloat16, 3)]
@@ -215,6 +216,7 @@ def test_a_layers_tensors_may_be_of_several_dtypes(fresh: pytest.MonkeyPatch) ->
     assert len({*found[0][1], *found[0][2]}) == 3
 
 
+@pytest.mark.long
 def test_checksums_are_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
     tensors: list[Tensor | None] = [random(numel, torch.float32, numel) for numel in (1, 2, 3, 16_384, 16_385, 50_001)]
     tensors += [random(40_001, torch.bfloat16, 7), random(33_000, torch.float32, 8)[1:], torch.ones(13) > 0]
@@ -237,6 +239,7 @@ def test_checksums_are_those_of_torch(fresh: pytest.MonkeyPatch) -> None:
         one.view(torch.int32)[place] ^= 1 << 7
 
 
+@pytest.mark.long
 def test_it_is_chosen_where_there_is_a_compiler(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert launches.choice(CPU) == ("compiled", "a compiled function")
     offsets, total = offsets_of([100])
@@ -250,6 +253,7 @@ def test_it_is_chosen_where_there_is_a_compiler(fresh: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("left", [0, 500, 60_000, None])
+@pytest.mark.long
 def test_a_library_that_is_cut_off_or_that_others_may_write_is_made_anew(
     left: int | None, fresh: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

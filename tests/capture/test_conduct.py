@@ -235,6 +235,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.long
 def test_one_rank_that_does_something_else_is_told_once_at_its_step(ranks: int) -> None:
     cases = (
         Case("lr"),

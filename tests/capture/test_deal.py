@@ -341,6 +341,7 @@ def test_each_rank_its_own_files_and_one_has_few(ranks: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.long
 def test_each_rank_shuffles_all_rows(ranks: int, tmp_path: Path) -> None:
     """Nobody has thought of a DistributedSampler: each rank's pass takes every row."""
     run_distributed(trained, ranks, (str(tmp_path), "all", 2, True))

@@ -83,6 +83,7 @@ CUTS = [
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("rows", "ranks", "batch", "accumulation"), CUTS)
+@pytest.mark.long
 def test_healthy_epochs_are_silent_wherever_they_end(
     rows: int, ranks: int, batch: int, accumulation: int, drop_last: bool, watched: bool
 ) -> None:
@@ -277,6 +278,7 @@ def test_own_permutations_are_told_by_ids_and_by_content(told: bool) -> None:
     assert ("the data hold several times" in deal.events[0].message) == (not told)
 
 
+@pytest.mark.long
 def test_rows_that_the_data_hold_twice_are_healthy_by_content() -> None:
     """Seven of a hundred rows are copies; by their ids they are rows like others."""
     order = np.random.default_rng(2)

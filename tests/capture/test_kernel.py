@@ -24,6 +24,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 
 
 @pytest.mark.parametrize("interpreted", [True, pytest.param(False, marks=on_a_gpu)])
+@pytest.mark.long
 def test_numbers(interpreted: bool) -> None:
     """In a process of its own, see there."""
     pytest.importorskip("triton")

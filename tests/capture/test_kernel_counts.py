@@ -79,6 +79,7 @@ def plan_and_offsets() -> tuple[Any, list[int]]:
         (torch.float32, False, 2_628, 5.14),
     ],
 )
+@pytest.mark.long
 def test_of_torch(dtype: torch.dtype, previous: bool, kernels: int, traffic: float) -> None:
     plan, offsets = plan_and_offsets()
     counted = passed(Accumulator(plan, offsets, NUMELS, GROUPS, sketch_groups=True), dtype, previous)

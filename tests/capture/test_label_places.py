@@ -267,6 +267,7 @@ def _train_all(folder: str) -> dict[str, list[dict[str, Any]]]:
     return {name: _train(name, folder) for name in CASES}
 
 
+@pytest.mark.long
 def test_in_trainings(tmp_path: Path) -> None:
     found = run_distributed(_train_all, 3, (str(tmp_path),), timeout=300)[0]
     assert alarms(found["right"]) == []

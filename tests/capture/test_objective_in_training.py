@@ -214,6 +214,7 @@ def _train_faults(directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.long
 def test_a_rank_with_another_objective_is_told_at_its_first_step(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         done = run_distributed(_train_faults, ranks, (directory,), timeout=300)[0]
@@ -229,6 +230,7 @@ def _train_healthy(directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.long
 def test_objectives_that_differ_by_design_are_silent(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         done = run_distributed(_train_healthy, ranks, (directory,), timeout=300)[0]

@@ -167,6 +167,7 @@ def split_loop(output_dir: str, seeds: tuple[int, int], given: bool) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.long
 def test_data_that_each_rank_splits_in_its_own_way_are_told_at_once(given: bool, tmp_path: Path) -> None:
     run_distributed(split_loop, 2, (str(tmp_path / "unlike"), (1, 2), given))
     events = [event for event in read_events(tmp_path / "unlike" / "events.jsonl") if event["severity"] != "info"]
@@ -180,6 +181,7 @@ def test_data_that_each_rank_splits_in_its_own_way_are_told_at_once(given: bool,
 
 
 @pytest.mark.parametrize("style", ["fakes", "twice"])
+@pytest.mark.long
 def test_rows_that_no_loader_has_dealt_are_no_share_of_the_data(style: str, tmp_path: Path) -> None:
     """A discriminator takes each batch and as many fakes; a batch that is trained twice by mistake is told as such."""
     run_distributed(unlike_loop, 2, (str(tmp_path), style))
@@ -215,6 +217,7 @@ def oracle(taken: list[list[list[float]]], accumulation: int, per_epoch: int, ro
         (2, 0, "deepspeed_io", False),
     ],
 )
+@pytest.mark.long
 def test_coverage_without_calling_anything(ranks: int, stage: int, style: str, given: bool, tmp_path: Path) -> None:
     epochs = (0, 1, 2)
     taken = run_distributed(own_loop, ranks, (str(tmp_path), stage, style, epochs, given))[0]
@@ -237,6 +240,7 @@ def test_coverage_without_calling_anything(ranks: int, stage: int, style: str, g
         ("sequential", (None, None, None), False, False),
     ],
 )
+@pytest.mark.long
 def test_a_training_that_forgets_set_epoch(
     style: str, epochs: tuple[int | None, ...], given: bool, told: bool, tmp_path: Path
 ) -> None:

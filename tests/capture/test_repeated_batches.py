@@ -233,6 +233,7 @@ def train(kind: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts", "accumulates"])
+@pytest.mark.long
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_distributed(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []

@@ -174,6 +174,7 @@ TOLD = {  # step, where, words
 }
 
 
+@pytest.mark.long
 def test_a_setting_of_one_rank_is_told_with_rank_layer_and_values() -> None:
     cases = (
         *(Case(name) for name in TOLD),

@@ -86,6 +86,7 @@ def both(directory: str, stage: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.long
 def test_cleared_gradients_are_observed_as_what_they_are(stage: int, tmp_path: Path) -> None:
     for result in run_distributed(both, 2, (str(tmp_path), stage), timeout=300):
         for what, (plain, observed) in zip(whats(stage), result, strict=True):

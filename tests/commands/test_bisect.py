@@ -66,6 +66,7 @@ def bisect(tmp_path: Path, *arguments: str, training: Sequence[str]) -> subproce
     )
 
 
+@pytest.mark.long
 def test_the_first_release_that_parts_is_named(toyrate: None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     torchrun = [interpreter(), str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2"]
@@ -98,6 +99,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.long
 def test_a_training_ends_with_the_search(toyrate: None, tmp_path: Path, number: signal.Signals, status: int) -> None:
     """The launcher ends its ranks when it is asked to, as torchrun does: they have sessions of their own."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
@@ -143,6 +145,7 @@ def test_none_parts() -> None:
     assert answer("toyrate", "1.0", found) == "toyrate 1.0 to 1.1 do not part."
 
 
+@pytest.mark.long
 def test_a_mistake_is_one_sentence(toyrate: None, tmp_path: Path) -> None:
     for arguments, told in (
         (("--good", "1.0", "--bad", "7.0"), "pip knows no toyrate 7.0"),

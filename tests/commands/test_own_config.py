@@ -266,6 +266,7 @@ def filled_in(config: Any) -> Any:
     return [filled_in(value) for value in config] if isinstance(config, list) else config
 
 
+@pytest.mark.long
 def test_what_check_accepts_deepspeed_accepts_and_nothing_is_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +297,7 @@ def test_what_check_accepts_deepspeed_accepts_and_nothing_is_a_traceback(
         assert check(tmp_path / "c.json", {**BLOCK, **base}).exit_code == 0
 
 
+@pytest.mark.long
 def test_no_damage_to_the_text_is_a_traceback(tmp_path: Path) -> None:
     dice, outcomes = random.Random(11), {0: 0, 2: 0}
     pieces = [

@@ -74,6 +74,7 @@ def test_accumulation_that_is_not_divided_is_counted(trained: Trained) -> None:
 @pytest.mark.parametrize("model", ["gpt", "mlp", "split"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.long
 def test_healthy_repetitions_do_not_part(trained: Trained, model: str, optimizer: str, dtype: str) -> None:
     training = {"model": model, "optimizer": optimizer, "dtype": dtype, "lr": 1e-3 if optimizer == "adamw" else 0.1}
     for seed in (1, 2):

@@ -42,6 +42,7 @@ def parted(runs: dict[tuple[str, int], Path], reference: Path) -> dict[str, str]
     return {name: one.sentence for name, one in found.items() if one.parted}
 
 
+@pytest.mark.long
 def test_frameworks_and_ranks_do_not_part(tmp_path: Path) -> None:
     runs = traced(USUAL, "fp32", 20, tmp_path)
     assert parted(runs, runs["ddp", 4]) == {}

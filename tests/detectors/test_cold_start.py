@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.scratch import Scratch, train
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -19,6 +21,7 @@ def trainings(folder: str) -> list[float]:
     ]
 
 
+@pytest.mark.long
 def test_the_first_steps_from_random_weights_are_no_event(tmp_path: Path) -> None:
     run_distributed(trainings, 4, (str(tmp_path),), timeout=400.0)
     for stage, *_ in CELLS:

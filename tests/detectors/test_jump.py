@@ -55,6 +55,7 @@ def test_gains_favour_the_ends_and_have_mean_one() -> None:
 
 @pytest.mark.parametrize("law", ["normal", "cauchy"])
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.long
 def test_false_notes_stay_below_the_stated_rate(law: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evidence alone is bounded, and not by silence; what a note needs besides can only make it rarer."""
     if alone:

@@ -36,6 +36,7 @@ def test_a_third_at_every_step_is_a_note_that_names_the_rank(ranks: int, factor:
     assert f"had {3 if odd != 1 or factor > 1 else 0.33} times" in note.message
 
 
+@pytest.mark.long
 def test_other_steps_other_tokens_is_health() -> None:
     """Lengths over two orders of magnitude, and a rank that is low for a while."""
     random = np.random.default_rng(5)

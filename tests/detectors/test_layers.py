@@ -128,6 +128,7 @@ def test_it_ends_when_the_layer_is_right_again() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "layers"), [(3, 4), (4, 12), (8, 28)])
+@pytest.mark.long
 def test_health_is_silent_at_a_rate_ten_thousand_times_the_default(ranks: int, layers: int) -> None:
     run = Layers(ranks, layers, seed=ranks)
     run.test = LayerTest(ranks, math.log(800))  # one false alarm in 800 steps is allowed
@@ -140,6 +141,7 @@ def test_health_is_silent_at_a_rate_ten_thousand_times_the_default(ranks: int, l
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.long
 def test_health_is_silent_after_rows_turn_out_to_be_dealt_at_random(ranks: int, resumed: bool) -> None:
     """Against its own past a rank is measured in units of its own scale, and against the others in their own."""
     highest = []
@@ -160,6 +162,7 @@ def test_health_is_silent_after_rows_turn_out_to_be_dealt_at_random(ranks: int, 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.long
 def test_health_is_silent_after_a_layer_begins_to_be_trained(ranks: int) -> None:
     highest = []
     for seed in range(20):

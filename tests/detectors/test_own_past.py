@@ -146,6 +146,7 @@ def test_a_past_survives_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "walk"), [(2, 0.0), (4, 0.02), (8, 0.02), (64, 0.0)])
+@pytest.mark.long
 def test_unlike_shards_raise_no_alarm(ranks: int, walk: float) -> None:
     run = Shards(ranks, seed=ranks, walk=walk)
     assert alarms(run.steps(600)) == []
@@ -156,6 +157,7 @@ def test_the_same_ranks_would_be_alarms_if_rows_were_dealt_at_random() -> None:
 
 
 @pytest.mark.parametrize(("factor", "limit"), [(2.0, 30), (1.5, 60), (0.5, 30)])
+@pytest.mark.long
 def test_a_gradient_that_changes_beside_a_plain_loss_is_an_alarm(factor: float, limit: int) -> None:
     run = Shards(8, seed=1)
     assert alarms(run.steps(200)) == []
@@ -170,6 +172,7 @@ def test_a_gradient_that_changes_beside_a_plain_loss_is_an_alarm(factor: float, 
     assert any(event.message.startswith("Ended") for event in ended)
 
 
+@pytest.mark.long
 def test_a_gradient_that_grows_step_by_step_is_a_note() -> None:
     """A jump is told apart from it most of the time."""
     told = {"grows": 0, "jumps": 0}
@@ -228,6 +231,7 @@ def test_beyond_is_how_far_a_rank_is_from_what_it_has_been(where: str) -> None:
     assert beyond(*recent.around(1, [0, 2], 32, where)) is None  # 31 steps say little of what is usual
 
 
+@pytest.mark.long
 def test_a_norm_that_comes_and_goes_is_a_note_at_most() -> None:
     """As of rows that are learnt by heart, where what is usual for a moment is not what is usual."""
     for seed in range(4):

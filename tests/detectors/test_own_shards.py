@@ -112,6 +112,7 @@ def test_where_the_script_has_said_how_many_rows_there_are(sizes: list[int], tol
 
 
 @pytest.mark.parametrize("interval", [1, 3, 6])
+@pytest.mark.long
 def test_the_last_batch_of_a_shard_is_short(interval: int) -> None:
     for sizes in ([20, 64, 64, 64], [4, 64, 64, 64], [64, 20], [4, 400], [12, 12, 64, 64]):
         run = Run(shards(sizes, drop_last=False), interval, told=False)
@@ -229,6 +230,7 @@ def all_rows(ranks: int, rows: int, begins: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (2, 4), (4, 1), (8, 1)])
+@pytest.mark.long
 def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: int, interval: int) -> None:
     for severity in ("warning", "info"):
         deal = Deal(pass_rows=400 if severity == "warning" else None)
@@ -282,6 +284,7 @@ def dealt_anew(rows: Rows, rank: int, ranks: int) -> Iterator[Rows]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.long
 def test_rows_of_ones_own_or_drawn_from_one_pool_are_no_overlap(ranks: int) -> None:
     names = np.random.default_rng(97).integers(0, 2**62, 400)
     twice = np.concatenate([names, names[:100]])

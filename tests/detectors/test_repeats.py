@@ -84,6 +84,7 @@ def test_the_rate_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("steps_per_epoch", [1, 2, 5])
+@pytest.mark.long
 def test_short_epochs_are_no_fault(steps_per_epoch: int) -> None:
     for seed in range(5):
         assert Run(4, batch=8, rows=32 * steps_per_epoch, seed=seed).go(400) == []

@@ -91,6 +91,7 @@ def test_the_highest_of_many_ranks_is_that_of_all_exact_scores() -> None:
 
 
 @pytest.mark.parametrize("law", ["cauchy", "skewed", "restless"])
+@pytest.mark.long
 def test_false_alarms_stay_below_the_stated_rate_without_any_assumption_on_the_values(law: str) -> None:
     run, steps, rate = Run(rate=1e5, seed=5), 1000, 1e5
     random, found = run.random, 0

@@ -191,6 +191,7 @@ LATER = {
 }
 
 
+@pytest.mark.long
 def test_what_takes_some_steps_is_told_with_the_likelier_cause_first(tmp_path: Path) -> None:
     scripts = {name: script for name, (script, _) in LATER.items()}
     found = run_distributed(train_all, 4, (scripts, str(tmp_path)), 500.0)[0]
@@ -211,6 +212,7 @@ NANS = {
 
 
 @pytest.mark.parametrize("limit", [64, 1])
+@pytest.mark.long
 def test_beside_a_nan_rank_the_others_stay_numbers(limit: int, tmp_path: Path) -> None:
     scripts = NANS if limit == 64 else {name: NANS[name] for name in ("gradient NaN", "zero 2, accumulation 2")}
     found = run_distributed(train_all, 4, (scripts, str(tmp_path), limit), 300.0)[0]

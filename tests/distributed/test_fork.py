@@ -76,6 +76,7 @@ def forked(directory: str, how: str, limit: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "limit"), [("worker", 64), ("sys.exit", 64), ("atexit", 64), ("atexit", 1), ("uses", 64)]
 )
+@pytest.mark.long
 def test_each_step_is_written_once_by_the_parent(how: str, limit: int, tmp_path: Path) -> None:
     results = run_distributed(forked, 2, (str(tmp_path), how, limit), timeout=100)
     for result in results:

@@ -72,6 +72,7 @@ def broken_before_the_collective(directory: str) -> list[list[dict[str, Any]]]:
     ]
 
 
+@pytest.mark.long
 def test_what_breaks_before_the_collective_leaves_nobody_waiting(tmp_path: Path) -> None:
     ranks = run_distributed(broken_before_the_collective, 2, (str(tmp_path),), timeout=400)
     cases = [(where, limit) for where in PLACES for limit in LIMITS]
@@ -115,7 +116,9 @@ def verify(
     return frozenset((outcome.rank, outcome.place) for outcome in ranks[0])
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.long] if one != "retry" else []) for one in CELLS]
+)
 def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, tmp_path: Path) -> None:
     steps = 2 + 2 * CELLS[name].block.get("interval", 1)
     verify(name, tmp_path, share=0.02, steps=steps, timeout=280)

@@ -174,11 +174,13 @@ def check(cases: tuple[Different, ...], stage: int, ranks: int, directory: Path)
             assert observed["steps"] == case.steps, case.name
 
 
+@pytest.mark.long
 def test_ranks_that_do_other_things_at_other_times(tmp_path: Path) -> None:
     check(STAGE_0, 0, 3, tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.long
 def test_under_zero_too(stage: int, tmp_path: Path) -> None:
     more = (Different("accumulation", accumulation=(2, 4), odd=(1,), steps=()),) if stage == 1 else ()
     check((*EVERY_STAGE, *more), stage, 3 - stage % 2, tmp_path)

@@ -57,6 +57,7 @@ def left_alone(directory: str, method: str | None) -> tuple[float, str, int]:
 
 
 @pytest.mark.parametrize("method", [None, "exact", "sketch"], ids=["not observed", "exact", "sketch"])
+@pytest.mark.long
 def test_a_silent_peer_is_waited_for_once(method: str | None, tmp_path: Path) -> None:
     seconds, said, records = run_distributed(left_alone, 2, (str(tmp_path), method))[0]
     assert str(lost_peers(RuntimeError(said))).startswith("nothing has come from another rank")

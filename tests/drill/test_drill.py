@@ -225,6 +225,7 @@ def judged_by_fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
 
 
 @pytest.mark.parametrize("fake", FAKES)
+@pytest.mark.long
 def test_the_exit_code_is_0_only_for_a_judge_that_is_right(
     fake: str, judged_by_fakes: dict[str, list[TrialRun]]
 ) -> None:

@@ -123,6 +123,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Runs]:
 
 
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.long
 def test_they_are_found_as_under_deepspeed(name: str, runs: Callable[[bool], Runs]) -> None:
     cell = CELLS[name]
     if cell.framework == "megatron" and not installed("megatron.core"):

@@ -213,6 +213,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str],
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)))
+@pytest.mark.long
 def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[tuple[int, str, str], TrialRun]) -> None:
     cell = CELLS[number]
     found = [runs[number, "intact", name] for name in cell[3]]

@@ -312,6 +312,7 @@ def outcome_of(runs: dict[tuple[str, str], TrialRun], state: str, named: tuple[s
     return Outcome(setting, tuple(judged(trials, own, setting)), ())
 
 
+@pytest.mark.long
 def test_under_zero_1_every_rank_gets_its_own_shard_back(runs: dict[tuple[str, str], TrialRun]) -> None:
     outcome = outcome_of(runs, "sharded", ("retry-burst-twice",))
     repair = outcome.results[1].repair

@@ -70,6 +70,7 @@ OTHERS = [0, 1, 3]
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.long
 def test_nothing_happens_before_the_strike_and_never_to_another_rank(name: str, trained: dict[str, Seen]) -> None:
     healthy, faulty = trained["healthy"], trained[name]
     assert len(faulty.records) == len(healthy.records) == SHORT
@@ -141,6 +142,7 @@ def test_the_drills_own_loss_is_the_observers(trained: dict[str, Seen]) -> None:
     assert trained["healthy"].losses == pytest.approx(recorded, rel=1e-6)
 
 
+@pytest.mark.long
 def test_under_zero_2_in_bf16_the_corruption_is_seen_before_the_reduction(tmp_path: Path) -> None:
     names = ("gradient-scaled-1.5", "zero-gradient", "nan-loss", "initial-weights-bit")
     [seen, *_] = run_distributed(train_with_each, 4, (str(tmp_path), names, 2, "bf16"), 180.0)

@@ -73,6 +73,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("number", range(len(TRIALS)), ids=lambda number: f"{TRIALS[number]}"[6:60])
+@pytest.mark.long
 def test_what_is_applied_is_checked_at_its_step(number: int, found: list[list[dict[str, Any]]]) -> None:
     factor, noise, *idle = found[number]
     assert (factor["step"], factor["kind"], factor["ranks"]) == (FACTOR_AT, "aggregation-error", [])

@@ -138,6 +138,7 @@ def trained(directory: str) -> dict[tuple[str, str], Any]:
     return results
 
 
+@pytest.mark.long
 def test_gradients_that_nobody_accumulates_are_none_of_the_step(tmp_path: Path) -> None:
     results = run_distributed(trained, 2, (str(tmp_path),), timeout=400.0)
     for case, ((without, observed), _) in [item for rank in results for item in rank.items()]:

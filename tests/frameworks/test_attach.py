@@ -200,6 +200,7 @@ print(moved)
 """
 
 
+@pytest.mark.long
 def test_no_import_draws_a_number_of_the_scripts_generators() -> None:
     """rich draws one as it is imported: what a script shuffled behind attach came in another order than without it."""
     done = subprocess.run([interpreter(), "-c", IMPORTS], capture_output=True, text=True, timeout=200)
@@ -225,6 +226,7 @@ with ds_silent.observe(model, optimizer, {"output_dir": sys.argv[1], "tensorboar
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('a mistake of its own')", "sys.exit('a mistake of its own')"])
+@pytest.mark.long
 def test_a_rank_that_breaks_off_ends_the_training_at_once(end: str, tmp_path: Path) -> None:
     """Its goodbye waits for the other rank, which waits in its backward: nobody may wait for that as Python ends."""
     script = tmp_path / "train.py"

@@ -240,6 +240,7 @@ def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_a_wrapper_whose_call_was_not_seen_is_said_at_the_end(how: str, sentence: str, tmp_path: Path) -> None:
     status, trained, wrong = run(tmp_path, TORCH, "-m", "ds_silent", "train.py", how, ranks=1)
     assert (status, len(trained)) == (0, 1), wrong
@@ -256,6 +257,7 @@ def test_a_wrapper_whose_call_was_not_seen_is_said_at_the_end(how: str, sentence
         ("import sys; sys.exit(0)", 0, "nothing was observed"),
     ],
 )
+@pytest.mark.long
 def test_what_ended_with_its_own_sentence_has_no_second_one(
     script: str, code: int, sentence: str, tmp_path: Path
 ) -> None:
@@ -308,6 +310,7 @@ def test_a_file_that_cannot_be_read_is_called_what_its_user_called_it(
     assert said().startswith(f'ds_silent: the {by} file "{path}" has a key "silent_consistancy", which nothing reads')
 
 
+@pytest.mark.long
 def test_a_script_of_megatron_is_observed_from_its_first_step(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     (tmp_path / "sitecustomize.py").write_text(ON_CPU)

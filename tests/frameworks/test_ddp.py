@@ -37,6 +37,7 @@ def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[DDPCase
     check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_ddp), timeout=280))
 
 
+@pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
     cases = (DDPCase(accumulation=2), DDPCase(dtype="bf16"), DDPCase(unused="rank"), DDPCase(method="exact"))
     check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path), train_ddp), timeout=280))

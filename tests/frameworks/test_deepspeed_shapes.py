@@ -127,6 +127,7 @@ def trained(made: pytest.TempPathFactory, ranks: int) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.parametrize(("table", "found"), [(HEALTHY_ON_2, "on_2"), (HEALTHY_ON_4, "on_4")], ids=["2", "4"])
+@pytest.mark.long
 def test_records_match_the_oracle_and_weights_are_untouched(
     table: dict[str, Shaped], found: str, request: pytest.FixtureRequest
 ) -> None:

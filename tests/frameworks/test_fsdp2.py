@@ -30,6 +30,7 @@ def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[FSDP2Ca
     assert "gradient-changed" not in kinds  # one factor on all ranks is clipping
 
 
+@pytest.mark.long
 def test_four_ranks_and_replicas_of_shards(tmp_path: Path) -> None:
     cases = (FSDP2Case(accumulation=2), FSDP2Case(replicas=2), FSDP2Case(replicas=2, accumulation=2))
     check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path), train_ddp), timeout=280))

@@ -152,6 +152,7 @@ def wrongs(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda number: WRONG[number].setting.name)
+@pytest.mark.long
 def test_what_is_wrong_is_told_with_its_factor(number: int, wrongs: list[Trace]) -> None:
     wrong, events = WRONG[number], wrongs[number].events
     told = [event for event in events if event["severity"] == "error"]
@@ -206,6 +207,7 @@ def errors(trace: Trace) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["sum", "sum-1"])
+@pytest.mark.long
 def test_a_sum_that_arrived_wrong_is_repeated(name: str, others: list[dict[str, Trace]]) -> None:
     for traces in others:
         assert traces[name].state == traces[f"{name}-guarded"].state == traces[f"{name}-hit"].state

@@ -172,6 +172,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[Any], l
 
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("place", range(len(CASES)), ids=lambda place: ", ".join(map(str, CASES[place])))
+@pytest.mark.long
 def test_each_label_weighs_what_it_does_by_hand(trained: Any, place: int) -> None:
     loop, loss, accumulation = CASES[place]
     records, events, angles = trained[place]

@@ -39,6 +39,7 @@ COVERING = (
 
 
 @pytest.mark.parametrize("cases", chunks(COVERING, 5), ids=lambda cases: f"{len(cases)}-cases")
+@pytest.mark.long
 def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[MegatronCase, ...], tmp_path: Path) -> None:
     check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path), train_megatron), timeout=280))
 

@@ -142,6 +142,7 @@ def module_of(experts: str | None) -> Probe:
     return module
 
 
+@pytest.mark.long
 def test_what_is_right_is_not_told_and_what_is_wrong_is(tmp_path: Path) -> None:
     run_distributed(train_all, 2, (str(tmp_path),), timeout=280)
     for name, scenario in SCENARIOS.items():

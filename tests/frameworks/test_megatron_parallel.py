@@ -86,6 +86,7 @@ def harm(chunks: list[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("names", in_parts(tuple(SHAPES), 2), ids=lambda names: names[0])
+@pytest.mark.long
 def test_each_data_parallel_group_is_observed_by_itself(names: tuple[str, ...], tmp_path: Path) -> None:
     results = run_distributed(train_all, RANKS, (str(tmp_path), names), timeout=280)
     for name in names:

@@ -46,6 +46,7 @@ def test_records_match_the_oracle_and_weights_are_untouched(cases: tuple[Case, .
     check(cases, run_distributed(run_cases, 2, (cases, str(tmp_path)), timeout=280))
 
 
+@pytest.mark.long
 def test_four_ranks(tmp_path: Path) -> None:
     cases = (Case(stage=1, accumulation=2), Case(dtype="bf16"), Case(method="exact", stage=2, accumulation=2))
     check(cases, run_distributed(run_cases, 4, (cases, str(tmp_path)), timeout=280))

@@ -160,6 +160,7 @@ def observed(out: Path) -> tuple[int, int]:
     return len(records), records[-1]["world_size"]
 
 
+@pytest.mark.long
 def test_deepspeed_runs_a_script_as_without_us_and_observes_it(project: Path) -> None:
     """Workers that are spawned find what the script defines; the launcher's --local_rank arrives where it would."""
     plain = told(project, "plain", deepspeed("--num_gpus", "2", "code/train.py"), 2, "--train")
@@ -172,6 +173,7 @@ def test_deepspeed_runs_a_script_as_without_us_and_observes_it(project: Path) ->
     assert not (project / "plain" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_two_nodes_of_a_hostfile(project: Path) -> None:
     """What the launcher runs on each node: deepspeed.launcher.launch with the world's layout, here without ssh."""
     (project / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
@@ -189,6 +191,7 @@ def test_two_nodes_of_a_hostfile(project: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["no local rank", "no python", "no python, a shell script", "torchrun"])
+@pytest.mark.long
 def test_other_ways_of_the_launchers(project: Path, way: str) -> None:
     (project / "start.sh").write_text(f'#!/bin/sh\nexec {interpreter()} -m ds_silent "$@"\n')
     (project / "start.sh").chmod(0o755)
@@ -220,6 +223,7 @@ def test_a_script_is_what_python_makes_of_it(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["package.train", "package"])
+@pytest.mark.long
 def test_a_module_is_what_python_makes_of_it(project: Path, name: str) -> None:
     package = project / "package"
     package.mkdir()
@@ -232,6 +236,7 @@ def test_a_module_is_what_python_makes_of_it(project: Path, name: str) -> None:
     assert ours[0]["spec"] == ("package.train" if "." in name else "package.__main__")
 
 
+@pytest.mark.long
 def test_a_module_under_the_launcher_is_observed(project: Path) -> None:
     (project / "package").mkdir()
     (project / "package" / "train.py").write_text(SCRIPT)
@@ -252,6 +257,7 @@ def test_a_module_under_the_launcher_is_observed(project: Path) -> None:
         ("", "", 0),  # nobody is there who could say it
     ],
 )
+@pytest.mark.long
 def test_a_block_that_nobody_reads_is_said_by_an_import(
     imports: str, after: str, sentences: int, project: Path
 ) -> None:

@@ -121,6 +121,7 @@ def resumed(case: HFCase, directory: str, observed: bool) -> list[HFTrace]:
 
 
 @pytest.mark.parametrize("stage", [None, 1])
+@pytest.mark.long
 def test_a_checkpoint_goes_on(stage: int | None, tmp_path: Path) -> None:
     """Records, steps and rows go on behind the checkpoint; nothing is said that the whole training would not say."""
     found = ran(resumed, HFCase(accumulation=2, stage=stage, epochs=3), str(tmp_path))
@@ -299,6 +300,7 @@ def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)

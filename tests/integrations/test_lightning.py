@@ -158,6 +158,7 @@ print(f"imported {sorted(name for name in sys.modules if name.startswith('ds_sil
 """
 
 
+@pytest.mark.long
 def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by Lightning itself, which starts the other process; without the variable nothing is loaded or said."""
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -193,6 +194,7 @@ def test_an_interrupted_training_is_recorded_as_one(
     assert "verdict: The training was interrupted after step 2; until then no fault was seen" in said
 
 
+@pytest.mark.long
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--epochs", "1", "--output-dir", str(tmp_path / "out")], tmp_path)

@@ -103,6 +103,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_the_true_loss_and_the_same_weights(name: str, found: list[dict[str, Any]]) -> None:
     observed, plain = found[0][name]
     assert all(rank[name][0]["weights"] == rank[name][1]["weights"] for rank in found)
@@ -117,6 +118,7 @@ def test_the_true_loss_and_the_same_weights(name: str, found: list[dict[str, Any
     assert observed["written"] == ["metrics.jsonl"]  # the reference's engine has no records
 
 
+@pytest.mark.long
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     status, said = run([*command, str(EXAMPLE), "--steps", "3", "--output-dir", str(tmp_path / "out")], tmp_path)

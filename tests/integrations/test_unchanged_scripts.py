@@ -52,6 +52,7 @@ def logged(tmp_path: Path) -> list[float]:
     return [one["loss"] for one in history if "loss" in one]
 
 
+@pytest.mark.long
 def test_run_clm(tmp_path: Path) -> None:
     lines = [f"What is {i} plus {j}? It is {i + j}.\n" for i in range(20) for j in range(9)]
     (tmp_path / "train.txt").write_text("".join(lines))
@@ -62,6 +63,7 @@ def test_run_clm(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
+@pytest.mark.long
 def test_trls_own_sft_script(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {i} plus {j}?", "completion": f" It is {i + j}."} for i in range(8) for j in range(8)]
     (tmp_path / "data").mkdir()

@@ -209,6 +209,7 @@ def test_ranks_that_fail_are_quoted(tmp_path: Path) -> None:
     assert "the disk is full" in (tmp_path / "runs" / "demo" / "console.log").read_text()
 
 
+@pytest.mark.long
 def test_verbose_shows_all(tmp_path: Path) -> None:
     done = demonstrate(tmp_path, "end", "--verbose")
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.long
 def test_an_example_trains_and_is_observed(name: str, tmp_path: Path) -> None:
     launcher, *options = LAUNCHERS[name]
     if options[-1].endswith("port"):

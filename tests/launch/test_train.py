@@ -191,6 +191,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         ("option", "--save-every is 2 on rank 1, and another value on rank 0: give every rank the same options"),
     ],
 )
+@pytest.mark.long
 def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, said: str) -> None:
     assert cases.found[name] == {"code": 2}
     sentences = cases.errors(name)
@@ -277,6 +278,7 @@ def test_the_loss_on_alpaca_falls(cases: Cases) -> None:
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
+@pytest.mark.long
 def test_the_command_line_stops_with_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--local_rank=0", "--deepspeed_config", str(tmp_path / "config.json"), "--max-steps", "100000"]

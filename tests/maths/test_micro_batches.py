@@ -133,6 +133,7 @@ def all_of(cells: dict[str, tuple[Case, Drop]], directory: str, steps: int) -> d
     }
 
 
+@pytest.mark.long
 def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path: Path) -> None:
     everyone = (0, 1)
     cells = {

@@ -68,6 +68,7 @@ def decided(deals: Deals) -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+@pytest.mark.long
 def test_deals_that_are_known(ranks: int) -> None:
     size = 128 * ranks  # 16 steps of 8 rows
     assert decided(at_random(ranks, size, 8, 24)) == "random"
@@ -90,6 +91,7 @@ def test_a_loader_that_is_stuck_is_no_shard() -> None:
     assert decided(iter([batch] * 200)) == ""
 
 
+@pytest.mark.long
 def test_wrong_decisions_are_rare() -> None:
     """The stated bound is one in 10^8 pairs; at one in e^4 some may come in 400 runs, and not more than stated."""
     wrong = 0

@@ -167,6 +167,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[i
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.long
 def test_every_step_that_is_taken_again_is_recorded_again(case: Back, trained: tuple[Path, list[list[int]]]) -> None:
     directory, counted = trained
     assert counted[CASES.index(case)] == [case.first, case.to, case.last]

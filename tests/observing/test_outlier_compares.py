@@ -67,6 +67,7 @@ def train_on_raw_inputs(directory: Path, since: int) -> None:
 
 
 @pytest.mark.parametrize(("since", "told"), [(1, 24), (CHANGED, CHANGED + 8)])
+@pytest.mark.long
 def test_an_outlier_with_inputs_of_another_size_is_told_so(tmp_path: Path, since: int, told: int) -> None:
     run_distributed(train_on_raw_inputs, 3, (tmp_path, since))
     first = next(event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "outlier-rank")

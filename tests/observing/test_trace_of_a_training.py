@@ -36,6 +36,7 @@ def with_and_without(directory: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.long
 def test_weights_have_the_same_bits_with_and_without_a_trace(tmp_path: Path) -> None:
     ranks = run_distributed(with_and_without, 2, (str(tmp_path),), timeout=280)
     for place, outcomes in enumerate(zip(*ranks, strict=True)):

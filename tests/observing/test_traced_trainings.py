@@ -159,6 +159,7 @@ def test_the_head_holds_what_the_first_step_showed(tmp_path: Path) -> None:
     assert head.settings["dropout"] == {"value": "0.1, 0.25 in 2 modules", "from": "yours"}
 
 
+@pytest.mark.long
 def test_in_low_precision_what_is_scaled_is_unscaled(tmp_path: Path) -> None:
     outcomes = run_distributed(all_of, 2, (LOW, str(tmp_path)), timeout=280)[0]
     for place, (cell, outcome) in enumerate(zip(LOW, outcomes, strict=True)):
@@ -186,6 +187,7 @@ def test_in_low_precision_what_is_scaled_is_unscaled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", CELLS)
+@pytest.mark.long
 def test_traces_agree_over_ranks_and_frameworks_and_with_float64(ranks: int, tmp_path: Path) -> None:
     cells = CELLS[ranks]
     outcomes = run_distributed(all_of, ranks, (cells, str(tmp_path)), timeout=280)[0]

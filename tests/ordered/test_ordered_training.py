@@ -152,6 +152,7 @@ QUICK: tuple[Cell, ...] = (
 )
 
 
+@pytest.mark.long
 def test_weights_do_not_depend_on_the_split(tmp_path: Path) -> None:
     check_splits(QUICK, (1, 2, 4), 4, 4, str(tmp_path))
 

@@ -42,6 +42,7 @@ def test_what_each_rank_returned_in_their_order() -> None:
         ("sleeps", "did not end within 8 s"),
     ],
 )
+@pytest.mark.long
 def test_the_rank_that_broke_is_named_with_its_own_traceback(how: str, sentence: str) -> None:
     with pytest.raises(RankBroke, match=sentence):
         results_of(one_breaks, (how,), 2, timeout=8.0 if how == "sleeps" else 120.0)
@@ -56,6 +57,7 @@ def waits(folder: str) -> None:
     time.sleep(300)
 
 
+@pytest.mark.long
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Killed, it has no time to end them."""
     script = f"from tests.practice.test_ranks import *; results_of(waits, ({str(tmp_path)!r},), 2)"

@@ -80,6 +80,7 @@ def test_what_needs_no_framework_is_there_without_one() -> None:
         ("ds_silent.frameworks.attach", ()),
     ],
 )
+@pytest.mark.long
 def test_a_way_in_needs_its_own_framework_alone(module: str, needed: tuple[str, ...]) -> None:
     others = {*NOT_THERE, "lightning", "pytorch_lightning", "trl"} - set(needed)
     code, _, wrong = without(f"import {module}", packages=tuple(sorted(others)))
@@ -93,6 +94,7 @@ def test_the_help(command: str) -> None:
     assert "Usage: " in said
 
 
+@pytest.mark.long
 def test_check_does_what_it_can(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "silent_consistency": {"interval": 5}}))
@@ -134,6 +136,7 @@ def test_what_needs_deepspeed_says_so_in_one_sentence(
     assert code == exit_code
 
 
+@pytest.mark.long
 def test_the_way_in_runs_a_script_that_needs_no_framework(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('done')")

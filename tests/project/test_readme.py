@@ -21,6 +21,7 @@ from tests.support.pages import PAGES, ROOT, commands
 RUN_BY: dict[str, str] = {
     "make demo": "tests/launch/test_demo.py",
     "make test": "tests/project/test_readme.py",  # you are in it
+    "make test-all": "tests/project/test_readme.py",
     "make help": "tests/project/test_readme.py",
     "torchrun --nproc_per_node 8 -m ds_silent --silent-consistency-config block.json pretrain_gpt.py ...": (
         "tests/frameworks/test_auto_attach.py"  # a script of its own, 4 ranks

@@ -59,6 +59,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.glob("**/*.html")}
 
 
+@pytest.mark.long
 def test_every_page_is_there_and_in_the_order_of_the_index(pages: dict[Path, Page], site: Path) -> None:
     names = {path.relative_to(site).as_posix() for path in pages}
     assert {f"{page.stem}.html" for page in DOCS.glob("*.md")} - {"README.html"} <= names

@@ -71,6 +71,7 @@ SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window
     ],
     ids=["0-fp32", "0-bf16", "1-fp32", "1-bf16", "1-fp16"],
 )
+@pytest.mark.long
 def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> None:
     for result in run_distributed(retried, RANKS, (str(tmp_path), case), timeout=240):
         clean, unmitigated = result.pop("clean"), result.pop("unmitigated")
@@ -246,6 +247,7 @@ def repaired_with_trouble(directory: str) -> dict[str, str]:
     return results
 
 
+@pytest.mark.long
 def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
     results = run_distributed(repaired_with_trouble, RANKS, (str(tmp_path),), timeout=300)
     clean = results[0]["clean"]
@@ -286,6 +288,7 @@ def respond_in_every_way(directory: str) -> list[Call]:
     return seen
 
 
+@pytest.mark.long
 def test_repairs_use_what_every_backend_has(tmp_path: Path) -> None:
     ranks = run_distributed(respond_in_every_way, 3, (str(tmp_path),))
     check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "broadcast", "all_gather"})

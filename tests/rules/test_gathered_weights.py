@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,6 +154,7 @@ def train_all(directory: str) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.long
 def test_healthy_weights_are_silent_and_stale_ones_are_told(tmp_path: Path) -> None:
     ranks = run_distributed(train_all, 2, (str(tmp_path),), timeout=280)
     for name in ranks[0]:

@@ -92,6 +92,7 @@ def test_each_value_says_whose_it_is() -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_tf32_is_a_setting_by_either_name(script: str, product: list[Any], convolution: list[Any]) -> None:
     if "fp32_precision" in script and not hasattr(torch.backends.cudnn, "conv"):
         pytest.skip("this torch has the older names only")

@@ -178,6 +178,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return Done(root, run_distributed(in_one_start, 2, (str(root),), timeout=280))
 
 
+@pytest.mark.long
 def test_a_used_directory_goes_on_only_as_a_resume_of_its_own_run(done: Done) -> None:
     for places, _, _ in done.ranks:
         assert places[True] == ["out", "out/run-2", "out/run-2", "out", "out/run-3", "other", "other/run-2"]

@@ -207,6 +207,7 @@ def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
+@pytest.mark.long
 def test_a_million_events_are_all_counted(tmp_path: Path) -> None:
     line = b'{"step": %d, "kind": "outlier-rank", "severity": "error", "ranks": [%d], "message": "m"}\n'
     (tmp_path / "events.jsonl").write_bytes(b"".join(line % (n, n % 7) for n in range(1_000_000)))
