@@ -38,6 +38,7 @@ from ds_silent.preflight.settings import (
     counters_of,
     flag_items,
     groups_of,
+    groups_with,
     holding_items,
     holdings_of,
     joined,
@@ -99,6 +100,7 @@ class LocalSettings:
         self.autocast = Autocast()
         self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
         self._holdings: Holdings = ()
+        self._own: list[int] = []  # places of the groups that hold parameters of the model
         self._modes = self._trainable = b""
         self._looks: dict[int, _Look] = {}
         self._hashes: dict[str, tuple[Any, float]] = {}  # the newest value of each, and its hash
@@ -200,27 +202,30 @@ class LocalSettings:
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
 
     def _look(self) -> _Look:
-        groups: list[tuple[Any, ...]] = []
         on_device: list[Tensor] = []
         optimizers = list(self._optimizers())
-        counter = 0.0
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                groups.append(tuple(_plain(group.get(name), on_device) for name in HYPER_PARAMETERS))
-            for count in counters_of(optimizer):
-                if isinstance(count, Tensor):
-                    on_device.append(count)
-                else:
-                    counter = max(counter, count + 1.0)
-        sizes = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             self._sizes, self._holdings = sizes, holdings_of(groups_of(optimizers), self._names_by_id)
+            own = set(map(id, groups_with(groups, self._names_by_id)))
+            self._own = [place for place, group in enumerate(groups) if id(group) in own]
+        own_groups = [groups[place] for place in self._own]
+        hyper_parameters = [tuple(_plain(one.get(name), on_device) for name in HYPER_PARAMETERS) for one in own_groups]
+        counter = 0.0
+        for count in [count for optimizer in optimizers for count in counters_of(optimizer)]:
+            if isinstance(count, Tensor):
+                on_device.append(count)
+            else:
+                counter = max(counter, count + 1.0)
         missed = NOTHING if self._untrained is None else self._untrained.look(self._trainable)
         modes, settings, autocast = (self._modes, self._trainable), tuple(self._numbers.values), self.autocast.state
-        own = self.objective
-        objective = own.text, own.structure, own.factor
+        known = self.objective
+        objective = known.text, known.structure, known.factor
         numbers = tuple(on_device), counter, *modes, settings, autocast, missed
-        return _Look(tuple(groups), self._holdings, *numbers, objective, own.places.text, self.deal().picked)
+        return _Look(
+            tuple(hyper_parameters), self._holdings, *numbers, objective, known.places.text, self.deal().picked
+        )
 
     def _hashed(self, kind: str, value: Any) -> float:
         known = self._hashes.get(kind)

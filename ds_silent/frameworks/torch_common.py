@@ -196,6 +196,11 @@ def parameters_of_optimizer(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def contains(module: nn.Module, other: nn.Module) -> bool:
+    """Tell whether a module is another, or around it."""
+    return module is other or any(inner is other for inner in module.modules())
+
+
 def parameter_facts(module: nn.Module, numel_of: Callable[[Tensor], int] = Tensor.numel) -> dict[str, Any]:
     """Return what all ranks must have alike, by the names that a person would look for; JSON values."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -312,7 +317,7 @@ def parameters_of(module: nn.Module) -> Items:
 
 def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
     """Return buffers, masters and the optimizers' own state."""
-    return [*buffers_of(module), *masters_of(module, optimizers), *states_of(optimizers)]
+    return [*buffers_of(module), *masters_of(module, optimizers), *states_of(module, optimizers)]
 
 
 def buffers_of(module: nn.Module) -> Items:
@@ -322,11 +327,15 @@ def buffers_of(module: nn.Module) -> Items:
 
 
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
-    """Return parameters that only the optimizers have: fp32 masters.
+    """Return parameters that only the optimizers have, where these lack some of the module's: fp32 masters.
 
-    What has neither a gradient nor a state is not trained: the module holds another parameter in its place by now.
+    Where they lack none, the others are no copies: another module's, or embeddings that are dealt to the ranks. What
+    has neither a gradient nor a state is not trained: the module holds another parameter in its place by now.
     """
     own = {id(parameter) for parameter in module.parameters()}
+    held = {id(parameter) for parameters in groups_of(optimizers) for parameter in parameters}
+    if held.issuperset(id(parameter) for parameter in module.parameters() if parameter.requires_grad):
+        return []
     stated = {id(parameter) for optimizer in optimizers for parameter, state in optimizer.state.items() if state}
     return [
         (f"master weights {g}.{p}", parameter)
@@ -336,11 +345,11 @@ def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
     ]
 
 
-def states_of(optimizers: Sequence[Any]) -> Items:
-    """Return the optimizers' own tensors."""
+def states_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
+    """Return the optimizers' own tensors, of the module's parameters or their masters."""
     return [
         (f"optimizer {key} {g}.{p}", value)
-        for g, p, state in _states(optimizers)
+        for g, p, state in _states(module, optimizers)
         for key, value in state.items()
         if isinstance(value, Tensor)
     ]
@@ -355,24 +364,27 @@ def replica_of(module: nn.Module, optimizers: Sequence[Any], optimizer_state: bo
     items = [*parameters_of(module), *(buffers_of(module) if buffers else ()), *masters_of(module, optimizers)]
     if not optimizer_state:
         return Replica(items, lambda: None)
-    numbers = _step_numbers(optimizers)
+    numbers = _step_numbers(module, optimizers)
     counts = torch.tensor([int(where["step"]) for where in numbers], dtype=torch.int64)
 
     def write_back() -> None:
         for where, count in zip(numbers, counts.tolist(), strict=True):
             where["step"] = type(where["step"])(count)
 
-    items += states_of(optimizers)
+    items += states_of(module, optimizers)
     return Replica([*items, ("optimizer step numbers", counts)] if numbers else items, write_back)
 
 
-def _states(optimizers: Sequence[Any]) -> list[tuple[int, int, dict[str, Any]]]:
+def _states(module: nn.Module, optimizers: Sequence[Any]) -> list[tuple[int, int, dict[str, Any]]]:
+    own = {id(one) for one in (*module.parameters(), *(master for _, master in masters_of(module, optimizers)))}
     held = [(one.state, parameters) for one in optimizers for parameters in groups_of([one])]
-    return [(g, p, state.get(one, {})) for g, (state, own) in enumerate(held) for p, one in enumerate(own)]
+    return [
+        (g, p, state.get(one, {})) for g, (state, of) in enumerate(held) for p, one in enumerate(of) if id(one) in own
+    ]
 
 
-def _step_numbers(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+def _step_numbers(module: nn.Module, optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return what holds a step number: parameter groups and states."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    places = [*groups, *(state for _, _, state in _states(optimizers))]
+    places = [*groups, *(state for _, _, state in _states(module, optimizers))]
     return [where for where in places if isinstance(where.get("step"), (int, float))]

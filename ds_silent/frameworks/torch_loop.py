@@ -247,7 +247,7 @@ class TorchLoop:
 
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Follow ``zero_grad`` of our module or of one around it."""
-        if module is self._module or any(inner is self._module for inner in module.modules()):
+        if torch_common.contains(module, self._module):
             self._clearing()
         return original(module, *args, **kwargs)
 

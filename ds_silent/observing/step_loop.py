@@ -142,7 +142,9 @@ class StepLoop:
             self._observe_seconds = time.perf_counter() - started
 
     def dropped(self) -> None:
-        """What was reduced since the last step belongs to none: the step under way begins anew."""
+        """What has come since the last step belongs to none: the step under way begins anew."""
+        if not self._capture.moments.came:
+            return
         self._capture.moments.dropped()
         self._guard.state = self.lockstep.stepped()
 

@@ -37,7 +37,15 @@ from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, short_hash, shown_hash, tensor_hash
 from ds_silent.preflight.environment import code_items, environment_items
 from ds_silent.preflight.items import SUBSET, Expectation, Group, Item, check_item, item_of
-from ds_silent.preflight.settings import PROBABILITIES, Numbers, groups_of, holding_items, holdings_of, joined
+from ds_silent.preflight.settings import (
+    PROBABILITIES,
+    Numbers,
+    groups_of,
+    groups_with,
+    holding_items,
+    holdings_of,
+    joined,
+)
 
 _PICKED = 1024  # rows of a subset that are read
 _HYPER_PARAMETERS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "betas", "eps": "eps"}
@@ -94,7 +102,7 @@ def local_items(
         ("parameters", lambda: Numbers(training.module).items()),
         ("generators", lambda: generator_items(training.module)),
         ("sampler", lambda: sampler_items(sampler, ranks)),
-        ("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler)),
+        ("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler, training.module)),
         ("optimizer", lambda: held_items(training)),
         ("config", training.config),
         ("code", lambda: code_items(training.packages)),
@@ -332,9 +340,10 @@ def length_of(data: Any) -> int | None:
 # -- hyper-parameters and configuration ------------------------------------------------------------------------------
 
 
-def optimizer_items(optimizer: Any, scheduler: Any) -> list[Item]:
-    """Class and hyper-parameters, over all parameter groups; class and state of the scheduler."""
-    groups = [] if optimizer is None else list(getattr(optimizer, "param_groups", []))
+def optimizer_items(optimizer: Any, scheduler: Any, module: Any) -> list[Item]:
+    """Class and hyper-parameters, over the groups of the module's parameters; class and state of the scheduler."""
+    own = {id(parameter) for parameter in module.parameters()}
+    groups = groups_with([] if optimizer is None else getattr(optimizer, "param_groups", []), own)
     inner = getattr(optimizer, "optimizer", optimizer)  # what a framework wraps
     around = "" if inner is optimizer else f" around {type(inner).__name__}"
     kinds = "none" if optimizer is None else f"{type(optimizer).__name__}{around}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -160,6 +160,15 @@ def groups_of(optimizers: Iterable[Any]) -> list[Sequence[Tensor]]:
     return [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
 
 
+def groups_with(groups: Sequence[Any], names: Container[int]) -> list[Any]:
+    """Return the groups of optimizers that hold parameters of which ``names`` has the ids; all, where none does.
+
+    The others may be a rank's own, as embeddings that are dealt to the ranks.
+    """
+    own = [group for group in groups if any(id(parameter) in names for parameter in group["params"])]
+    return own or list(groups)
+
+
 def joined(values: Sequence[Any]) -> str:
     """The one value of a hyper-parameter where all groups agree, else all of them; as JSON."""
     texts = [json.dumps(value) for value in values]
@@ -167,17 +176,16 @@ def joined(values: Sequence[Any]) -> str:
 
 
 def holdings_of(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> Holdings:
-    """Names of the parameters in each group (:func:`groups_of`), by ``id`` of the model's parameters.
+    """Names of the model's parameters in each group (:func:`groups_of`) that has some, by ``id``.
 
     Empty where none is the model's: a rank's own shards have no name.
     """
-    held = tuple(tuple(names.get(id(p), f"another's {tuple(p.shape)}") for p in group) for group in groups)
-    known = any(id(parameter) in names for group in groups for parameter in group)
-    return held if known else ()
+    held = (tuple(names[id(p)] for p in group if id(p) in names) for group in groups)
+    return tuple(group for group in held if group)
 
 
 def holding_items(holdings: Holdings, names: Sequence[str]) -> list[Item]:
-    """One per layer of the model's parameters ``names``, and one of what is not the model's."""
+    """One per layer of the model's parameters ``names``; what else it holds, as embeddings, may be a rank's own."""
     group_of = {name: place for place, group in enumerate(holdings) for name in group}
     items = []
     for of_layer, places in _by_layer(names):
@@ -189,9 +197,6 @@ def holding_items(holdings: Holdings, names: Sequence[str]) -> list[Item]:
         shown += f", in group {', '.join(map(str, groups))}" if len(holdings) > 1 and held else ""
         what = shown if holdings else "not known"
         items.append(item_of(f"optimizer's parameters of {of_layer}", "optimizer", repr(held), what))
-    known = set(names)
-    others = [(name, place) for place, group in enumerate(holdings) for name in group if name not in known]
-    items.append(item_of("optimizer's parameters outside the model", "optimizer", repr(others), f"{len(others)}"))
     return items
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import ds_silent
+from ds_silent.frameworks.torch_common import masters_of
 from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -295,6 +296,33 @@ def test_a_parameter_that_only_an_optimizer_still_has_is_no_replica(tmp_path: Pa
     found = run_distributed(replaced, 2, (str(tmp_path),))[0]
     assert [event for event in found["events"] if event["kind"] == "replica-drift"] == []
     assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
+
+
+def dealt(directory: str) -> dict[str, Any]:
+    """The optimizer holds a table of this rank's own too, as recommenders deal their embeddings to the ranks."""
+    model, optimizer = build(DDPCase())
+    torch.manual_seed(dist.get_rank())
+    table = nn.Parameter(torch.randn(4 + dist.get_rank(), 3))
+    optimizer.add_param_group({"params": [table], "lr": 0.01 * (1 + dist.get_rank())})
+    optimizer.register_step_pre_hook(lambda *_: setattr(table, "grad", torch.ones_like(table)))
+    return train_plainly(model, optimizer, directory)
+
+
+def test_parameters_that_are_dealt_to_the_ranks_are_no_replicas_and_need_not_agree(tmp_path: Path) -> None:
+    found = run_distributed(dealt, 2, (str(tmp_path),))[0]
+    assert found["events"] == []
+    assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
+
+
+def test_masters_are_what_an_optimizer_has_in_the_place_of_the_modules_own() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    masters = [nn.Parameter(one.detach().clone()) for one in module.parameters()]
+    for one in (*masters, *module.parameters()):
+        one.grad = torch.ones_like(one)
+    named = [f"master weights 0.{place}" for place in range(4)]
+    assert [name for name, _ in masters_of(module, [torch.optim.SGD(masters)])] == named
+    both = torch.optim.SGD([*masters, *module.parameters()])
+    assert masters_of(module, [both]) == [], "the module's own are there: the others are no copies of them"
 
 
 AT = 5  # the step at which rank 2 does something else

@@ -116,3 +116,64 @@ def test_each_update_is_a_step_and_healthy(order: str, module: str, told: list[d
 def test_what_is_never_cleared_is_told(told: list[dict[str, Any]]) -> None:
     _, events = told[0]["never cleared"][2]["d"]
     assert any("were not cleared" in event["message"] for event in events)
+
+
+# -- two DeepSpeed engines, as in DeepSpeedExamples' GAN -------------------------------------------------------------
+
+
+def engines_once(stage: int, clears: str, folder: Path | None) -> Any:
+    """The discriminator's zero_grad clears what the generator's backward has left there; two backwards are a step."""
+    netg, netd = (model.module for model in modules())
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in (netg, netd)]
+    made = []
+    for name, net, optimizer in zip("gd", (netg, netd), optimizers, strict=True):
+        block = {"enabled": folder is not None, "output_dir": f"{folder}/{name}", "tensorboard": False}
+        config = {"train_micro_batch_size_per_gpu": ROWS, "zero_optimization": {"stage": stage}}
+        config |= {"silent_consistency": {**block, "preflight": False}}
+        made.append(ds_silent.initialize(model=net, optimizer=optimizer, config=config)[0])
+    engine_g, engine_d = made
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    yes, no, norms = torch.ones(ROWS, 1), torch.zeros(ROWS, 1), []
+    for _ in range(UPDATES):
+        clear = {"module": netd, "engine": engine_d, "optimizer": optimizers[1]}[clears].zero_grad
+        clear()
+        real, noise = torch.randn(ROWS, 2, generator=generator) + 2, torch.randn(ROWS, 3, generator=generator)
+        engine_d.backward(cross_entropy(netd(real), yes))
+        fake = netg(noise)
+        engine_d.backward(cross_entropy(netd(fake.detach()), no))
+        norms.append(sum(float(p.grad.double().square().sum()) for p in netd.parameters() if p.grad is not None) ** 0.5)
+        engine_d.step()
+        netg.zero_grad()
+        engine_g.backward(cross_entropy(netd(fake), yes))
+        engine_g.step()
+    bits = hash_of([*netg.parameters(), *netd.parameters()])
+    for engine in reversed(made):
+        engine.destroy()
+    if folder is None or dist.get_rank():
+        return bits, norms
+    written = {
+        name: (list(read_metrics(folder / name / "metrics.jsonl")), list(read_events(folder / name / "events.jsonl")))
+        for name in "gd"
+    }
+    return bits, norms, written
+
+
+CLEARS = ("module", "engine", "optimizer")
+
+
+def engines(directory: str) -> Any:
+    return {how: (engines_once(0, how, None), engines_once(0, how, Path(directory, how))) for how in CLEARS}
+
+
+def test_what_a_generators_engine_leaves_in_the_discriminators_is_cleared_and_is_no_gradient(tmp_path: Path) -> None:
+    ranks = run_distributed(engines, 2, (str(tmp_path),))
+    for how in CLEARS:
+        assert all(rank[how][0][0] == rank[how][1][0] for rank in ranks)
+        norms, written = ranks[0][how][1][1:]
+        for name in "gd":
+            records, events = written[name]
+            learnt = 1 if name == "d" else 0  # two backwards a step, which the configuration does not say
+            assert [record["step"] for record in records] == list(range(1 + learnt, UPDATES + 1))
+            assert [event for event in events if event["severity"] != "info"] == []
+        aggregated = [record["grad_norm"]["aggregated"] for record in written["d"][0]]
+        assert aggregated == pytest.approx(norms[1:], rel=1e-5)

@@ -59,7 +59,9 @@ def test_the_configuration_without_where_a_run_writes() -> None:
 def test_every_hyper_parameter_counts(change: dict[str, Any]) -> None:
     def of(**arguments: Any) -> list[Any]:
         module = torch.nn.Linear(2, 2)
-        return [item.hash for item in optimizer_items(torch.optim.AdamW(module.parameters(), **arguments), None)]
+        return [
+            item.hash for item in optimizer_items(torch.optim.AdamW(module.parameters(), **arguments), None, module)
+        ]
 
     assert of(lr=0.1) == of(lr=0.1)
     different = [a != b for a, b in zip(of(lr=0.1), of(**{"lr": 0.1, **change}), strict=True)]

@@ -28,6 +28,7 @@ from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of, shar
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
 from ds_silent.frameworks.deepspeed.reduction import (
     KeptGradients,
+    LeftGradients,
     accumulated_gradients,
     aggregated_gradients,
     applied_gradients,
@@ -357,6 +358,8 @@ class DeepSpeedFramework(Framework):
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
             self._around("allreduce_gradients", moments.post_backward)
+            if not isinstance(engine.optimizer, ZeROOptimizer):
+                LeftGradients(engine, patches, moments.on_gradient_dropped)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.pre_update, moments.post_step)
         self._around("save_checkpoint", moments.pre_checkpoint)

@@ -8,12 +8,13 @@ from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import Accumulated
 from ds_silent.framework import Part
 from ds_silent.frameworks.deepspeed.state import Shape, numel_of
-from ds_silent.frameworks.torch_common import Slice, cut, nth_share, row_of
+from ds_silent.frameworks.torch_common import Slice, contains, cut, nth_share, row_of
+from ds_silent.patches import Patches
 
 
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
@@ -167,6 +168,40 @@ def _fragment(parameter: Any, numel: int) -> Tensor | None:
     if held.get(mapping.param_group_index) is None:  # get_lp_grad_fragment raises then
         return None
     return _begin(mapping.get_lp_grad_fragment(parameter._index_in_param_group), numel)
+
+
+class LeftGradients:
+    """Drop what another model's backward has left in this one's ``grad``, where the script clears it before its own.
+
+    So a discriminator's, through which its generator is trained. Only where gradients stay in ``grad``: stages 1 to 3
+    have taken it into their reduction by then.
+    """
+
+    def __init__(self, engine: Any, patches: Patches, drop: Callable[[], object]):
+        """``drop``: forgets the gradients that have come in the step under way, if there are any."""
+        self._engine, self._drop = engine, drop
+        self._own = False  # a backward of the engine's own has begun in this step
+        for name in ("backward", "allreduce_gradients"):
+            patches.around(engine, name, self._begins)
+        patches.around(engine, "_take_model_step", None, self._stepped)
+        for cleared in (engine, *base_optimizers(engine)):
+            patches.around(cleared, "zero_grad", self._clears)
+        patches.wrap_method(nn.Module, "zero_grad", self._module_clears)
+
+    def _begins(self, *args: Any, **kwargs: Any) -> None:
+        self._own = True
+
+    def _stepped(self) -> None:
+        self._own = False
+
+    def _clears(self, *args: Any, **kwargs: Any) -> None:
+        if not self._own:
+            self._drop()
+
+    def _module_clears(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if contains(module, self._engine.module):
+            self._clears()
+        return original(module, *args, **kwargs)
 
 
 # -- A copy of the local gradient from before the reduction, so that the reduction can be repeated --------------------
