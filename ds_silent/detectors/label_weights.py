@@ -14,8 +14,9 @@ A Trainer promises the mean of any loss, also of one with several terms. There i
 root whole, and that nothing on the way to any term may be a division.
 
 A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS`` measured
-steps in a row. The last window of an epoch may have fewer micro-batches than a framework divides by: it is not judged.
-A Trainer divides by as many as come: a window divided by the configured number is a fault.
+steps in a row, and the script does not divide the reduced gradients instead. The last window of an epoch may have fewer
+micro-batches than a framework divides by: it is not judged. A Trainer divides by as many as come: a window divided by
+the configured number is a fault.
 
 A term beside labels that ``num_items_in_batch`` divides, such as a router's auxiliary loss, counts once per micro-batch
 and rank where nothing divides it. That is a note, too.
@@ -116,7 +117,7 @@ class LabelWeightsTest(Detector):
                 )
                 remedy = "Divide the sum over the labels by num_items_in_batch, and by no count of a micro-batch's own."
                 return _finding("spread", message, remedy, spread, record.step)
-        self._note(record, total, multiple, weights, count)
+        self._note(record, total, None if _is_made_good(evidence, total) else multiple, weights, count)
         return None
 
     def _note_beside(self, record: StepRecord, count: int) -> None:
@@ -257,6 +258,12 @@ def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: in
     if multiple.micro_batches < 0:
         return _near(times, 1.0) and divided >= 2
     return _near(times, 1.0) and any(_near(divisor, float(ranks)) for divisor in constants.divisors)
+
+
+def _is_made_good(evidence: Evidence, total: float) -> bool:
+    """Tell whether the script makes the mean of it behind the reduction, by the gradients themselves."""
+    handed_on = None if evidence.reduction is None else evidence.reduction.handed_on
+    return handed_on is not None and _near(total * handed_on.factor, 1.0)
 
 
 def _each_its_own(weights: LabelWeights) -> bool:

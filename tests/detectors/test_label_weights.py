@@ -14,7 +14,7 @@ from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants
 from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.label_weights import STEPS, LabelWeightsTest, Multiple, multiple_of
 from ds_silent.framework import Promise
-from ds_silent.measure.evidence import Evidence, LabelWeights
+from ds_silent.measure.evidence import Evidence, HandedOn, LabelWeights, ReductionEvidence
 from ds_silent.records import Event
 from tests.support.made_records import Run
 
@@ -293,3 +293,17 @@ def test_the_simplest_product_is_found() -> None:
     for total, powers in products.items():
         assert multiple_of(total, 4, 3) == Multiple(*powers)
     assert multiple_of(2.0, 2, 2) == Multiple(1, 0)  # of two explanations the micro-batches
+
+
+def test_gradients_that_the_script_divides_behind_the_reduction_are_no_sum() -> None:
+    made = Run(ranks=3)
+    added_up = weights(4.0, ())
+
+    def notes(factors: list[float]) -> list[Event]:
+        handed_on = [HandedOn(factor, 1.0, 1.0) for factor in factors]
+        given = [Evidence(label_weights=added_up, reduction=ReductionEvidence(handed_on=one)) for one in handed_on]
+        return [event for one in given for event in made.judge.step(made.record(), one)]
+
+    assert notes([0.25] * 3 * STEPS) == []
+    [event] = notes([0.25, 0.1, 0.3, *[0.5] * STEPS])  # as clipping does
+    assert event.kind == "objective-mismatch"
