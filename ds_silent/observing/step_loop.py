@@ -43,6 +43,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
 from ds_silent.distributed.communicator import outlive_python
 from ds_silent.distributed.guard import CollectiveCall
+from ds_silent.distributed.stall import StallNotice
 from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
@@ -88,6 +89,7 @@ class StepLoop:
         self._layout = layout = layout_of(config, capture.shape)
         self._exchange = make_exchange(layout, capture.group, capture.device, capture.arithmetic.total)
         self._checker = _checker_of(capture, config, layout)
+        self._stall = StallNotice(capture.group, lambda: capture.step)
         self._responder = responder = Responder(capture, self._exchange, self._checker, config)
         framework, compares = capture.framework, responder.compares_replicas
         part = partial(getattr, framework, "averages_weights")
@@ -174,7 +176,9 @@ class StepLoop:
 
     def _publish(self) -> None:
         """Read what was gathered of an earlier step: all ranks stop, or it is published."""
-        if (arrived := self._exchange.collect(self._guard.collective)) is None:
+        with self._stall.waiting():
+            arrived = self._exchange.collect(self._guard.collective)
+        if arrived is None:
             return
         self._guard.state, event = self.lockstep.of(arrived)
         if event is not None and event.kind == "observer-off":
@@ -276,6 +280,7 @@ class StepLoop:
     def stop(self, ended: bool = False) -> None:
         """Observe nothing from now on; the framework is as it was. ``ended``: for good, and not because it broke."""
         self.observing, self._guard.over = False, True
+        self._stall.close()
         self._capture.moments.plan = StepPlan(self.lockstep.scheduled)
         self._capture.close(ended)
 
