@@ -353,7 +353,7 @@ class StepCapture:
             objective=objective,
             sketch=sketches.sum(0) if local.sketching else None,
             layer_squares=squares,
-            ids=self.rows.take(squares.device),
+            ids=None if moments.unpublished else self.rows.take(squares.device),  # they wait for the next
             layer_sketches=sketches if self._sends_layers and local.sketching else None,
             gram=moments.gram,
             **traced,

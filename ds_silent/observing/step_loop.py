@@ -196,9 +196,9 @@ class StepLoop:
         observation, wishes = Observation(Status(nothing=1.0)), None
         if plan.measures:
             replica = self._guard.local(self.replicas.capture, step, plan.step)
+            self._capture.moments.unpublished = not self.lockstep.whole
             observation = self._capture.observation(plan.exact, replica)
             if not self.lockstep.whole:  # a part of the step was not observed: only whether this rank broke
-                self._capture.moments.unpublished = True
                 observation = Observation(Status(nothing=1.0, failed=observation.status.failed))
             wishes = self._guard.local(self.publisher.wishes)
         status = self.lockstep.status(step, observation.status)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -55,3 +56,28 @@ def test_nothing_is_told_while_the_number_is_learned(
     for record in records:
         assert record["samples"] == 2 * 4 * accumulation * record["step"]
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
+
+
+def over_rows(directory: Path) -> None:
+    """A step of one micro-batch, then steps of two, of a loader's rows."""
+    torch.manual_seed(7)
+    model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(160, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(data), 4, sampler=DistributedSampler(range(160)))
+    with ds_silent.observe(model, optimizer, config={"output_dir": str(directory), "tensorboard": False}):
+        for place, (rows,) in enumerate(loader):
+            (model(rows).square().mean() / (2 if place else 1)).backward()
+            if place % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_rows_of_the_step_without_a_record_are_seen(tmp_path: Path) -> None:
+    run_distributed(over_rows, 2, (tmp_path,))
+    assert list(read_events(tmp_path / "events.jsonl")) == []
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [record["step"] for record in records] == [1, *range(3, 11)]
+    for record in records:
+        assert record["samples"] == 8 * (2 * record["step"] - 1)
+        assert record["coverage"]["seen"] == pytest.approx(record["samples"] / 160)
