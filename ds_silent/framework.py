@@ -26,7 +26,7 @@ from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.patches import Patches
+from ds_silent.patches import Patches, ScriptHooks
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import Duplicates, compared
 from ds_silent.text import TORCH, Words, shown
@@ -250,6 +250,7 @@ class Framework:
         self.shapes = [tuple(parameter.shape) for parameter in self.parameters]  # likewise
         self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
         self.counts, self.patches = StepCounts(dist.get_world_size(self.group)), Patches()
+        self.script_hooks = ScriptHooks()
         self._optimizers = list(optimizers)
 
     # -- what every adapter says -----------------------------------------------------------------------------------

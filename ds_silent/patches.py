@@ -4,6 +4,7 @@ patches = Patches()
 patches.hook(parameter.register_hook, act)
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
+patches.behind_hooks(parameter, act, changed)  # a hook behind the script's own; changed() where one has made a change
 patches.before_backward(tell)                  # tell(tensor) that each backward begins with
 patches.in_backward(hook)                      # the hook, left out while torch.autograd.grad runs
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
@@ -16,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -101,6 +104,40 @@ class Patches:
         # below torch.autograd.grad, which scripts import by name (torch 2.4 to 2.13)
         self.wrap(torch.autograd, "_engine_run_backward", runs)
         return call
+
+    def behind_hooks(self, tensor: Any, act: Callable[..., object], changed: Callable[[], object]) -> tuple[str, ...]:
+        """Register ``act`` as a hook of a tensor behind those that it has.
+
+        Args:
+            changed: called each time that one of them has written to the gradient, or put another in its place.
+
+        Returns:
+            the names of these hooks.
+        """
+        names = tuple(_name_of(hook) for hook in (tensor._backward_hooks or {}).values())
+        if not names:
+            self.hook(tensor.register_hook, act)
+            return ()
+        came: Any = None
+
+        def first(gradient: Any) -> None:
+            nonlocal came
+            came = _identity_of(gradient)
+
+        def last(gradient: Any) -> None:
+            if came != _identity_of(gradient):
+                changed()
+            act(gradient)
+
+        others = dict(tensor._backward_hooks)
+        self.hook(tensor.register_hook, first)
+        held = tensor._backward_hooks  # torch calls them in the order in which the dictionary was filled (2.4 to 2.13)
+        (place,) = held.keys() - others.keys()
+        in_front = held[place]
+        held.clear()
+        held.update({place: in_front, **others})
+        self.hook(tensor.register_hook, last)
+        return names
 
     def before_backward(self, tell: Callable[[Any], object]) -> None:
         """Call ``tell`` with what each ``torch.autograd.backward`` begins with; ``Tensor.backward`` calls it.
@@ -189,6 +226,39 @@ class Patches:
         """Take everything off; may be called again."""
         while self._undo:
             self._undo.pop()()
+
+
+@dataclass
+class ScriptHooks:
+    """A script's own hooks on gradients, ahead of the observer's; ``changes``: one of them has changed a gradient."""
+
+    names: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by parameter
+    changes: bool = False
+
+    def register(self, patches: Patches, index: int, parameter: Any, act: Callable[..., object]) -> None:
+        """Register the observer's hook on a parameter behind them."""
+        if names := patches.behind_hooks(parameter, act, self._changed):
+            self.names[index] = names
+
+    def _changed(self) -> None:
+        self.changes = True
+
+
+def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
+    """Return what tells whether it is the same, unwritten; None where nobody can tell, as while it is traced."""
+    try:
+        return gradient.data_ptr(), gradient._version, gradient.stride()
+    except Exception:
+        return None
+
+
+def _name_of(hook: Any) -> str:
+    """Return a function's name, with its file and line."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else name
 
 
 def _untraced(act: Callable[..., object]) -> Callable[..., object]:

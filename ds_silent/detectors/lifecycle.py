@@ -64,7 +64,7 @@ _OF_UPDATES = (
 )
 ELSEWHERE = ("checkpoint", "optimizer step")
 """The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
-_OF_FORWARDS = ("settings of", "training mode")
+_OF_GRADIENTS = ("settings of", "training mode", "hooks on gradients")
 _AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2 fill their buckets (DeepSpeed 0.19.8)
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 
@@ -135,8 +135,8 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
 def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     """Return what follows from a setting that differs.
 
-    A setting of the update makes the rank's replica drift; a setting of the forward changes its gradient, and so does a
-    replica that has drifted.
+    A setting of the update makes the rank's replica drift; a setting of the forward, or a hook, changes its gradient,
+    and so does a replica that has drifted.
     """
     place = (where or "").lower()
     if place in ELSEWHERE:
@@ -147,7 +147,7 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
         return ("aggregation-error", "replica-drift", "outlier-rank", "zero-gradient", APPLIED)
     if place == _AUTOCAST:
         return ("outlier-rank", "replica-drift", "aggregation-error")
-    if place.startswith(_OF_FORWARDS):
+    if place.startswith(_OF_GRADIENTS):
         return ("outlier-rank", "replica-drift")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
 

@@ -113,6 +113,7 @@ class Code(Generic[T]):
     objective: T = _0  # operations between the loss and what backward begins with
     label_places: T = _0  # where labels come from, see :mod:`ds_silent.capture.label_places`
     picked: T = _0  # rows of the data set that a sampler deals to the ranks
+    hooks: T = _0  # the script's own on gradients, where one has changed a gradient here
     breaches: T = _0  # what this rank's rules have found; 0 is nothing
 
 

@@ -37,7 +37,7 @@ from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.patches import Patches, behind_closure
+from ds_silent.patches import Patches, ScriptHooks, behind_closure
 from ds_silent.text import shown
 
 logger = logging.getLogger("ds_silent")
@@ -89,7 +89,7 @@ class TorchLoop:
         """Tell whether the current micro-batch is reduced."""
         return self._boundary if self._open else self._synchronises()
 
-    def connect(self, moments: Moments, parameters: Sequence[Any]) -> None:
+    def connect(self, moments: Moments, parameters: Sequence[Any], script_hooks: ScriptHooks) -> None:
         """Register every hook."""
         self._moments, patches = moments, self._patches
         patches.hook(self._module.register_forward_pre_hook, self._forward, with_kwargs=True)
@@ -97,7 +97,7 @@ class TorchLoop:
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, parameter in enumerate(parameters):
             with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn
-                patches.hook(parameter.register_hook, partial(gradient, index))
+                script_hooks.register(patches, index, parameter, partial(gradient, index))
         self.hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
             self._hook(optimizer)
@@ -357,7 +357,7 @@ class TorchFramework(Framework):
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self.loop.connect(moments, self.hooked)
+        self.loop.connect(moments, self.hooked, self.script_hooks)
 
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()

@@ -108,7 +108,7 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
     shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
     if shuffled and all(len(part) == 1 for part in first.parts):
         missed = f" An epoch would see {expected_coverage(ranks):.1%} of the rows, some of them again."
-    verb = "differ" if first.item.name.startswith("settings of") else "differs"
+    verb = "differ" if first.item.name.startswith(("settings of", "hooks on")) else "differs"
     return f"{first.item.name} {verb} between ranks: {values}{more}.{nobody}{missed}"
 
 

@@ -1,0 +1,139 @@
+"""A script's own hooks on gradients: where one changes the gradient of some ranks alone, that is told as what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_silent
+from ds_silent.patches import Patches
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.distributed import run_distributed
+
+RANKS, STEPS, AT = 3, 6, 4
+
+
+def twice(gradient: Tensor) -> Tensor:
+    return 2.0 * gradient
+
+
+class Now:
+    """Halve a gradient in place, from a step on."""
+
+    step = 0
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.step >= self.at:
+            gradient.mul_(0.5)
+
+
+def hook_of(case: str, rank: int) -> Any:
+    return {
+        "one doubles": twice if rank == 1 else None,
+        "one writes, later": Now(AT) if rank == 2 else None,
+        "one looks": (lambda gradient: None) if rank == 0 else None,
+        "one gives it back": (lambda gradient: gradient) if rank == 0 else None,
+        "all double": twice,
+        "all write, one after the other": Now(1 + rank),
+        "none": None,
+    }[case]
+
+
+def train(framework: str, case: str, directory: Path) -> None:
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    hook = hook_of(case, dist.get_rank())
+    if hook is not None:
+        module[2].weight.register_hook(hook)
+    block = {"output_dir": str(directory), "tensorboard": False}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    Now.step = 0
+    if framework == "ddp":
+        wrapped: Any = DistributedDataParallel(module)
+        observer = ds_silent.attach(wrapped, block, optimizer=optimizer)
+    else:
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": int(framework[-1])}}
+        config |= {"silent_consistency": block, "zero_allow_untested_optimizer": True}
+        wrapped, *_ = ds_silent.initialize(model=module, optimizer=optimizer, config=config)
+        observer = ds_silent.observer_of(wrapped)
+    assert observer is not None
+    for _ in range(STEPS):
+        Now.step += 1
+        loss = wrapped(torch.randn(4, 6, generator=generator)).square().mean()
+        if framework == "ddp":
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            wrapped.backward(loss)
+            wrapped.step()
+    observer.close()
+
+
+CASES = ("one doubles", "one writes, later", "one looks", "one gives it back", "all double", "none")
+CASES = (*CASES, "all write, one after the other")
+FRAMEWORKS = ("ddp", "zero 1")
+
+
+def trainings(directory: Path) -> None:
+    for framework in FRAMEWORKS:
+        for case in CASES:
+            train(framework, case, directory / framework / case)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hooks")
+    run_distributed(trainings, RANKS, (made,), timeout=200)
+    return made
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_hook_that_changes_the_gradient_of_one_rank_is_told(framework: str, case: str, directory: Path) -> None:
+    events = [one for one in read_events(directory / framework / case / "events.jsonl") if one["severity"] != "info"]
+    assert len(list(read_metrics(directory / framework / case / "metrics.jsonl"))) == STEPS
+    if not case.startswith(("one doubles", "one writes")):
+        assert events == []
+        return
+    rank, step = (1, 1) if case == "one doubles" else (2, AT)
+    name = f"twice (test_script_hooks.py, line {twice.__code__.co_firstlineno})" if case == "one doubles" else "Now"
+    [event] = events
+    assert (event["kind"], event["severity"], event["ranks"]) == ("config-mismatch", "error", [rank])
+    assert (event["step"], event["where"]) == (step, "hooks on gradients")
+    others = ", ".join(str(one) for one in range(RANKS) if one != rank)
+    said = f"hooks on gradients differ between ranks: none on ranks {others}; 2.weight: {name} on rank {rank}."
+    assert event["message"] == said
+
+
+def test_hooks_keep_their_order_and_are_as_before_when_the_observers_is_taken_off() -> None:
+    seen: list[tuple[str, float]] = []
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: (seen.append(("first", float(gradient[0]))), 3.0 * gradient)[1])
+    second = parameter.register_hook(lambda gradient: seen.append(("second", float(gradient[0]))))
+    patches, changed = Patches(), []
+    patches.behind_hooks(
+        parameter, lambda gradient: seen.append(("own", float(gradient[0]))), lambda: changed.append(1)
+    )
+    parameter.register_hook(lambda gradient: seen.append(("behind", float(gradient[0]))))
+    for _ in range(2):
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == [("first", 1.0), ("second", 3.0), ("own", 3.0), ("behind", 3.0)] * 2
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [6.0, 6.0]
+    assert changed == [1, 1]
+    patches.undo()
+    second.remove()
+    seen.clear()
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    assert [name for name, _ in seen] == ["first", "behind"]
