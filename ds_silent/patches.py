@@ -4,7 +4,7 @@ patches = Patches()
 patches.hook(parameter.register_hook, act)
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
-patches.behind_hooks(parameter, act, changed)  # a hook behind the script's own; changed() where one has made a change
+patches.behind_hooks(parameter, act, changed)  # behind the script's own; changed(name) where one has made a change
 patches.before_backward(tell)                  # tell(tensor) that each backward begins with
 patches.in_backward(hook)                      # the hook, left out while torch.autograd.grad runs
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
@@ -20,7 +20,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -105,38 +104,39 @@ class Patches:
         self.wrap(torch.autograd, "_engine_run_backward", runs)
         return call
 
-    def behind_hooks(self, tensor: Any, act: Callable[..., object], changed: Callable[[], object]) -> tuple[str, ...]:
+    def behind_hooks(
+        self, tensor: Any, act: Callable[..., object], changed: Callable[[str], object]
+    ) -> tuple[str, ...]:
         """Register ``act`` as a hook of a tensor behind those that it has.
 
         Args:
-            changed: called each time that one of them has written to the gradient, or put another in its place.
+            changed: gets the name of one of these each time that it has written to the gradient, or put another in
+                its place.
 
         Returns:
-            the names of these hooks.
+            their names.
         """
-        names = tuple(_name_of(hook) for hook in (tensor._backward_hooks or {}).values())
-        if not names:
-            self.hook(tensor.register_hook, act)
-            return ()
+        others = dict(tensor._backward_hooks or {})
+        names = tuple(map(_name_of, others.values()))
         came: Any = None
 
-        def first(gradient: Any) -> None:
+        def look(behind: str | None, gradient: Any) -> None:
             nonlocal came
-            came = _identity_of(gradient)
+            before, came = came, _identity_of(gradient)
+            if behind is not None and came != before:
+                changed(behind)
 
-        def last(gradient: Any) -> None:
-            if came != _identity_of(gradient):
-                changed()
-            act(gradient)
-
-        others = dict(tensor._backward_hooks)
-        self.hook(tensor.register_hook, first)
-        held = tensor._backward_hooks  # torch calls them in the order in which the dictionary was filled (2.4 to 2.13)
-        (place,) = held.keys() - others.keys()
-        in_front = held[place]
-        held.clear()
-        held.update({place: in_front, **others})
-        self.hook(tensor.register_hook, last)
+        if others:
+            for name in (None, *names):
+                self.hook(tensor.register_hook, partial(look, name))
+            held = tensor._backward_hooks  # torch calls them in the order in which it was filled (2.4 to 2.13)
+            first, *looks = [key for key in held if key not in others]
+            filled = {first: held[first]}
+            for key, looks_behind in zip(others, looks, strict=True):
+                filled |= {key: held[key], looks_behind: held[looks_behind]}
+            held.clear()
+            held.update(filled)
+        self.hook(tensor.register_hook, act)
         return names
 
     def before_backward(self, tell: Callable[[Any], object]) -> None:
@@ -228,20 +228,24 @@ class Patches:
             self._undo.pop()()
 
 
-@dataclass
 class ScriptHooks:
-    """A script's own hooks on gradients, ahead of the observer's; ``changes``: one of them has changed a gradient."""
+    """A script's own hooks on gradients, ahead of the observer's.
 
-    names: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by parameter
-    changes: bool = False
+    Attributes:
+        names: of all.
+        changed: those that have changed a gradient, each with the first parameter at which it has.
+    """
 
-    def register(self, patches: Patches, index: int, parameter: Any, act: Callable[..., object]) -> None:
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.changed: dict[str, str] = {}
+
+    def register(self, patches: Patches, name: str, parameter: Any, act: Callable[..., object]) -> None:
         """Register the observer's hook on a parameter behind them."""
-        if names := patches.behind_hooks(parameter, act, self._changed):
-            self.names[index] = names
+        self.names.update(patches.behind_hooks(parameter, act, partial(self._changed, name)))
 
-    def _changed(self) -> None:
-        self.changes = True
+    def _changed(self, name: str, hook: str) -> None:
+        self.changed.setdefault(hook, name)
 
 
 def _identity_of(gradient: Any) -> tuple[Any, ...] | None:

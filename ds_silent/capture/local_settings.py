@@ -30,8 +30,8 @@ from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.patches import Patches
-from ds_silent.preflight.items import JOINT, SUBSET, Item, item_of
+from ds_silent.patches import Patches, ScriptHooks
+from ds_silent.preflight.items import HOOKS, SUBSET, Item, item_of
 from ds_silent.preflight.settings import (
     Holdings,
     Numbers,
@@ -41,12 +41,12 @@ from ds_silent.preflight.settings import (
     groups_with,
     holding_items,
     holdings_of,
+    hook_items,
     joined,
 )
 
 OBJECTIVE: Literal["objective"] = "objective"
 PICKED: Literal["picked"] = "picked"
-HOOKS = "hooks on gradients"
 TRAINS = "trains"
 LABELS = "what each label is"
 HYPER_PARAMETERS = {
@@ -90,7 +90,8 @@ class LocalSettings:
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], framework: Framework | None = None):
-        self._optimizers, self._framework = optimizers, framework
+        self._optimizers = optimizers
+        self._hooks = ScriptHooks() if framework is None else framework.script_hooks
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
         self._parameter_names = [name for name, _ in module.named_parameters()]
@@ -165,7 +166,7 @@ class LocalSettings:
             objective=self._hashed(OBJECTIVE, look.objective[1]) if look.objective[1] else 0.0,
             label_places=self.objective.places.code,
             picked=self._hashed(PICKED, look.picked) if look.picked else 0.0,
-            hooks=self._hashed(HOOKS, self._hooks() if self._changes() else ""),
+            hooks=self._hashed(HOOKS, sorted(self._hooks.changed)),
         )
 
     def items(self, step: int, kinds: Container[str], structural: bool) -> list[Item]:
@@ -199,19 +200,10 @@ class LocalSettings:
             item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
             item_of(LABELS, OBJECTIVE, look.labels if "label_places" in kinds else ""),
             item_of(SUBSET, "sampler", look.picked if PICKED in kinds else ""),
-            item_of(HOOKS, "parameters", self._hooks() if "hooks" in kinds else ""),
+            *(hook_items(self._hooks.changed, self._hooks.names) if "hooks" in kinds else hook_items({}, ())),
         ]
         of_modules = [*modes, *trainable, *missed, *self._numbers.items(look.settings)]
         return [*items, *on_device, *held, count, *of_modules, autocast, *objective]
-
-    def _changes(self) -> bool:
-        return self._framework is not None and self._framework.script_hooks.changes
-
-    def _hooks(self) -> str:
-        """Name the script's own hooks on gradients."""
-        known = {} if self._framework is None else self._framework.script_hooks.names
-        names = () if self._framework is None else self._framework.names
-        return JOINT.join(f"{names[index]}: {', '.join(hooks)}" for index, hooks in known.items()) or "none"
 
     def _look(self) -> _Look:
         on_device: list[Tensor] = []

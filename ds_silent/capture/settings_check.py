@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ds_silent.capture.local_settings import HOOKS, LABELS, OBJECTIVE, PICKED, TRAINS, LocalSettings
+from ds_silent.capture.local_settings import LABELS, OBJECTIVE, PICKED, TRAINS, LocalSettings
 from ds_silent.capture.objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
@@ -32,9 +32,10 @@ from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Framework
-from ds_silent.preflight.comparison import PreflightOutcome, compare
-from ds_silent.preflight.items import SUBSET
+from ds_silent.preflight.comparison import TEXT_BYTES, PreflightOutcome, compare
+from ds_silent.preflight.items import ALL_HOOKS, HOOKS, SUBSET
 from ds_silent.preflight.messages import REMEDIES_OF, events_of
+from ds_silent.preflight.settings import lacks_hook
 from ds_silent.records import Event, EventKind
 from ds_silent.text import Words, everybody
 
@@ -169,8 +170,11 @@ class SettingsCheck:
                 structural = self._same_objective.structural
                 items = guard.local(self.local.items, arrived.step, self._asked, structural) or []
                 outcome = compare(items, framework.group, framework.device, guard.collective)
-                told = mismatches_of(events_of(outcome, arrived.step), arrived.known, outcome.world_size)
-                # some ranks' hooks may have changed a gradient before those of others, which are the same
+                hooks = next((one.texts for one in outcome.items if one.item.name == ALL_HOOKS), ())
+                whole = [text for text in hooks if len(text) < TEXT_BYTES]
+                left_out = {ALL_HOOKS} if lacks_hook(whole) else {ALL_HOOKS, HOOKS}
+                events = [event for event in events_of(outcome, arrived.step) if event.where not in left_out]
+                told = mismatches_of(events, arrived.known, outcome.world_size)
                 self._answer = told or (() if set(self._asked) == {"hooks"} else self._answer)
         self._missed = self._missed_by_all(arrived)
         return *self._answer, *reported(self._missed, arrived.step)

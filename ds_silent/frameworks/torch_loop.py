@@ -89,15 +89,17 @@ class TorchLoop:
         """Tell whether the current micro-batch is reduced."""
         return self._boundary if self._open else self._synchronises()
 
-    def connect(self, moments: Moments, parameters: Sequence[Any], script_hooks: ScriptHooks) -> None:
+    def connect(
+        self, moments: Moments, parameters: Sequence[Any], names: Sequence[str], script_hooks: ScriptHooks
+    ) -> None:
         """Register every hook."""
         self._moments, patches = moments, self._patches
         patches.hook(self._module.register_forward_pre_hook, self._forward, with_kwargs=True)
         patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
-        for index, parameter in enumerate(parameters):
+        for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn
-                script_hooks.register(patches, index, parameter, partial(gradient, index))
+                script_hooks.register(patches, name, parameter, partial(gradient, index))
         self.hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
             self._hook(optimizer)
@@ -357,7 +359,7 @@ class TorchFramework(Framework):
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self.loop.connect(moments, self.hooked, self.script_hooks)
+        self.loop.connect(moments, self.hooked, self.names, self.script_hooks)
 
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()

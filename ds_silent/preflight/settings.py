@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import layers_of
-from ds_silent.preflight.items import JOINT, Item, item_of
+from ds_silent.maths.fingerprint import short_hash
+from ds_silent.preflight.items import ALL_HOOKS, HOOKS, JOINT, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
 """Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
@@ -198,6 +199,22 @@ def holding_items(holdings: Holdings, names: Sequence[str]) -> list[Item]:
         what = shown if holdings else "not known"
         items.append(item_of(f"optimizer's parameters of {of_layer}", "optimizer", repr(held), what))
     return items
+
+
+def hook_items(changed: Mapping[str, str], names: Iterable[str]) -> list[Item]:
+    """The script's hooks that have changed a gradient, with the parameter; and for :func:`lacks_hook` all of them."""
+    shown = JOINT.join(f"{parameter}: {hook}" for hook, parameter in sorted(changed.items())) or "none"
+    words = ["|".join(f"{short_hash(hook):.0f}" for hook in sorted(hooks)) for hooks in (changed, names)]
+    return [item_of(HOOKS, "parameters", shown), item_of(ALL_HOOKS, "parameters", "/".join(words), severity="info")]
+
+
+def lacks_hook(all_hooks: Sequence[str]) -> bool:
+    """Tell of values of ``ALL_HOOKS`` whether a hook that has changed a gradient somewhere is not there elsewhere.
+
+    Where it is, it may change one later: a hook may clip.
+    """
+    known = [[set(filter(None, part.split("|"))) for part in one.split("/")] for one in all_hooks]
+    return len(known) > 1 and any(changed - there for changed, *_ in known for _, there in known)
 
 
 def counters_of(optimizer: Any) -> Iterator[float | Tensor]:

@@ -337,8 +337,8 @@ class DeepSpeedFramework(Framework):
     def connect(self, moments: Moments) -> None:
         engine, patches, local = self._engine, self.patches, moments.guard.local
         gradient, scaled = map(patches.in_backward, (moments.on_gradient, moments.on_loss_scaled))
-        for index, parameter in enumerate(self.parameters):
-            self.script_hooks.register(patches, index, parameter, partial(gradient, index))
+        for index, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
+            self.script_hooks.register(patches, name, parameter, partial(gradient, index))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
         patches.hook(called.register_forward_pre_hook, moments.pre_forward, with_kwargs=True)
         patches.hook(called.register_forward_hook, partial(local, self._losses.forwarded, moments))
