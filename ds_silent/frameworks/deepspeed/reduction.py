@@ -184,8 +184,9 @@ class LeftGradients:
         for name in ("backward", "allreduce_gradients"):
             patches.around(engine, name, self._begins)
         patches.around(engine, "_take_model_step", None, self._stepped)
-        for cleared in (engine, *base_optimizers(engine)):
-            patches.around(cleared, "zero_grad", self._clears)
+        clearing = {id(one): one for one in (engine, engine.optimizer, *base_optimizers(engine))}
+        for one in [one for one in clearing.values() if hasattr(one, "zero_grad")]:
+            patches.around(one, "zero_grad", self._clears)
         patches.wrap_method(nn.Module, "zero_grad", self._module_clears)
 
     def _begins(self, *args: Any, **kwargs: Any) -> None:
