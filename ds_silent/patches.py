@@ -117,7 +117,7 @@ class Patches:
             their names.
         """
         others = dict(tensor._backward_hooks or {})
-        names = tuple(map(_name_of, others.values()))
+        names = tuple(map(name_of_hook, others.values()))
         came: Any = None
 
         def look(behind: str | None, gradient: Any) -> None:
@@ -256,7 +256,7 @@ def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
         return None
 
 
-def _name_of(hook: Any) -> str:
+def name_of_hook(hook: Any) -> str:
     """Return a function's name, with its file and line."""
     while isinstance(hook, partial):
         hook = hook.func

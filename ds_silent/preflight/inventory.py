@@ -45,6 +45,7 @@ from ds_silent.preflight.settings import (
     holding_items,
     holdings_of,
     joined,
+    module_hook_item,
 )
 
 _PICKED = 1024  # rows of a subset that are read
@@ -100,6 +101,7 @@ def local_items(
         ("weights", lambda: weight_items(training, before)),
         ("parameters", lambda: parameter_items(training)),
         ("parameters", lambda: Numbers(training.module).items()),
+        ("parameters", lambda: [module_hook_item(training.module)]),
         ("generators", lambda: generator_items(training.module)),
         ("sampler", lambda: sampler_items(sampler, ranks)),
         ("optimizer", lambda: optimizer_items(training.optimizer, training.scheduler, training.module)),

@@ -27,7 +27,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 Hashes = npt.NDArray[np.int32]
 PASSED = hash_text("passed")
 SUBSET = "the data set's subset"
-HOOKS, ALL_HOOKS = "hooks on gradients", "all hooks on gradients"
+HOOKS, ALL_HOOKS, MODULES_HOOKS = "hooks on gradients", "all hooks on gradients", "hooks on modules"
 JOINT = "; "
 """Between the parts of a value that is a list: of two such values an event shows what only one of them has."""
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from ds_silent.distributed.parts import SHOWN_RANKS, Parts, ranks_of
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.preflight.comparison import MAX_VALUES, TEXT_BYTES, ItemOutcome, PreflightOutcome
-from ds_silent.preflight.items import GROUPS, JOINT, SUBSET
+from ds_silent.preflight.items import GROUPS, JOINT, MODULES_HOOKS, SUBSET
 from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import one_line
 
@@ -52,6 +52,8 @@ REMEDIES_OF = {
     "those that one rank holds out another trains on.",
     "training mode": "Call train(), eval() and requires_grad_() on every rank alike: look for an evaluation or a "
     "freezing that some ranks run and do not undo.",
+    MODULES_HOOKS: "Do nothing where it only looks, as a tracker's does on one rank. Else register it on every rank, "
+    "or on none.",
 }
 """Of an item by its name."""
 _STYLES: Mapping[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}  # the worst first

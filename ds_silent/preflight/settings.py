@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import layers_of
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.preflight.items import ALL_HOOKS, HOOKS, JOINT, Item, item_of
+from ds_silent.patches import name_of_hook
+from ds_silent.preflight.items import ALL_HOOKS, HOOKS, JOINT, MODULES_HOOKS, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")
 """Attributes of modules (torch's ``MultiheadAttention`` and ``LSTM``, transformers', timm's) that are probabilities."""
@@ -206,6 +207,21 @@ def hook_items(changed: Mapping[str, str], names: Iterable[str]) -> list[Item]:
     shown = JOINT.join(f"{parameter}: {hook}" for hook, parameter in sorted(changed.items())) or "none"
     words = ["|".join(f"{short_hash(hook):.0f}" for hook in sorted(hooks)) for hooks in (changed, names)]
     return [item_of(HOOKS, "parameters", shown), item_of(ALL_HOOKS, "parameters", "/".join(words), severity="info")]
+
+
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # torch 2.4 to 2.13
+
+
+def module_hook_item(module: nn.Module) -> Item:
+    """Name the hooks on modules. Nobody can tell one that changes something from one that looks: they may differ."""
+    held = (
+        (name or type(inner).__name__, name_of_hook(hook))
+        for name, inner in module.named_modules()
+        for kind in _OF_MODULES
+        for hook in getattr(inner, kind, {}).values()
+    )
+    shown = JOINT.join(f"{name}: {hook}" for name, hook in held) or "none"
+    return item_of(MODULES_HOOKS, "parameters", shown, severity="info")
 
 
 def lacks_hook(all_hooks: Sequence[str]) -> bool:

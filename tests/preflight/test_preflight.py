@@ -286,6 +286,7 @@ FAULTS: dict[str, tuple[Break, str, str, tuple[int, ...]]] = {
     "buffer": (lambda e, c, f: e.module.running[1].fill_(2.0), "initial-weights-mismatch", "error", (2,)),
     "before": (lambda e, c, f: f.__setitem__(1, (9, 9)), "initial-weights-mismatch", "warning", (2,)),
     "flags": (lambda e, c, f: e.module.frozen.weight.requires_grad_(True), "config-mismatch", "error", (2,)),
+    "hook": (lambda e, c, f: e.module.norm.register_forward_hook(lambda *_: None), "config-mismatch", "info", (2,)),
     "seed": (lambda e, c, f: torch.manual_seed(77), "seed-mismatch", "warning", (2,)),
     "numpy": (lambda e, c, f: np.random.seed(77), "seed-mismatch", "warning", (2,)),
     "rate": (lambda e, c, f: e.optimizer.param_groups[0].update(lr=0.5), "config-mismatch", "error", (2,)),
