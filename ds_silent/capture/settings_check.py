@@ -108,6 +108,7 @@ GROUPS = {
         "Register a hook that changes gradients on every rank, or on none; one that only looks may stay on one rank.",
         kinds=("hooks",),
         items=(HOOKS,),
+        event="outlier-rank",
     ),
     "labels": _Group(
         "places of the labels",
@@ -276,7 +277,8 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
             continue
         group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
         if event.kind != "objective-mismatch":
-            found.append(_one(group, event.ranks, where, event.message, event.step))
+            odd = event.ranks or (tuple(range(ranks)) if GROUPS[group].event == "outlier-rank" else ())
+            found.append(_one(group, odd, where, event.message, event.step))
             continue
         message = event.message[:1].upper() + event.message[1:]
         labels = group == "labels"

@@ -22,6 +22,7 @@ from ds_silent.capture.breaches import KEY
 from ds_silent.capture.untrained import Unlike
 from ds_silent.detectors.finding import Detector, Finding, with_odds
 from ds_silent.measure.evidence import Evidence
+from ds_silent.preflight.items import HOOKS
 from ds_silent.records import Event, EventKind, Phase, Severity, StepRecord
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ _OF_UPDATES = (
 )
 ELSEWHERE = ("checkpoint", "optimizer step")
 """The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
-_OF_GRADIENTS = ("settings of", "training mode", "hooks on gradients")
+_OF_FORWARDS = ("settings of", "training mode")
 _AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2 fill their buckets (DeepSpeed 0.19.8)
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
 
@@ -104,7 +105,7 @@ class OpenFault:
     def brings_about(self) -> set[str]:
         """Kinds, places, and how keys begin, of what follows from it, also by way of the weights that it parts."""
         effects = {*_EFFECTS.get(self.kind, ()), *self.effects}
-        return effects | {"outlier-rank"} if "replica-drift" in effects else effects
+        return effects | {"outlier-rank"} if "replica-drift" in effects or self.where == HOOKS else effects
 
     @classmethod
     def of(cls, finding: Finding, step: int, cause: str | None = None) -> OpenFault:
@@ -135,8 +136,8 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
 def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     """Return what follows from a setting that differs.
 
-    A setting of the update makes the rank's replica drift; a setting of the forward, or a hook, changes its gradient,
-    and so does a replica that has drifted.
+    A setting of the update makes the rank's replica drift; a setting of the forward changes its gradient, and so does a
+    replica that has drifted.
     """
     place = (where or "").lower()
     if place in ELSEWHERE:
@@ -147,7 +148,7 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
         return ("aggregation-error", "replica-drift", "outlier-rank", "zero-gradient", APPLIED)
     if place == _AUTOCAST:
         return ("outlier-rank", "replica-drift", "aggregation-error")
-    if place.startswith(_OF_GRADIENTS):
+    if place.startswith(_OF_FORWARDS):
         return ("outlier-rank", "replica-drift")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
 

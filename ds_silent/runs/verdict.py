@@ -157,6 +157,8 @@ def _what(group: EventGroup, run: RunRecords) -> str:
     one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = "What the optimizer applied is not the reduced gradient"
+    elif group.where == "hooks on gradients":
+        return "A hook changes gradients on some ranks alone" + (f" ({who[0].lower()}{who[1:]})" if who else "")
     elif group.kind == "zero-gradient" and group.where == "parameters":
         one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
         return f"{who} {many if group.total > 1 else one}"

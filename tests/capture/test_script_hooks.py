@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.patches import Patches
+from ds_silent.preflight.items import HOOKS
+from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
@@ -116,11 +118,23 @@ def test_a_hook_that_changes_the_gradient_of_one_rank_is_told(framework: str, ca
     rank, step = (1, 1) if case == "one doubles" else (2, AT)
     name = f"twice (test_script_hooks.py, line {twice.__code__.co_firstlineno})" if case == "one doubles" else "Now"
     [event] = events
-    assert (event["kind"], event["severity"], event["ranks"]) == ("config-mismatch", "error", [rank])
+    assert (event["kind"], event["severity"], event["ranks"]) == ("outlier-rank", "error", [rank])
     assert (event["step"], event["where"]) == (step, "hooks on gradients")
     others = ", ".join(str(one) for one in range(RANKS) if one != rank)
     said = f"hooks on gradients differ between ranks: none on ranks {others}; 2.weight: {name} on rank {rank}."
     assert event["message"] == said
+    verdict = verdict_of(read_run(directory / framework / case)).sentence
+    assert verdict.startswith(f"A hook changes gradients on some ranks alone (rank {rank}")
+
+
+def two(directory: Path) -> None:
+    train("ddp", "one doubles", directory)
+
+
+def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
+    run_distributed(two, 2, (tmp_path,))
+    [event] = [one for one in read_events(tmp_path / "events.jsonl") if one["severity"] != "info"]
+    assert (event["kind"], event["step"], event["ranks"], event["where"]) == ("outlier-rank", 1, [0, 1], HOOKS)
 
 
 def test_hooks_keep_their_order_and_are_as_before_when_the_observers_is_taken_off() -> None:

@@ -97,15 +97,17 @@ def train(script: Script, folder: Path, limit: int) -> tuple[list[dict[str, Any]
     torch.manual_seed(1234)
     model, now = Scored(), {"step": 1}
     bad = rank == BAD
-    if bad and script.fault in ("gradient twice", "sign", "gradient NaN"):
+    # the hooks are there on every rank: a hook that one rank alone has is told by its name, whatever it does
+    if script.fault in ("gradient twice", "sign", "gradient NaN"):
         factor = {"gradient twice": 200.0, "sign": -1.0, "gradient NaN": math.nan}[script.fault]
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda g: g * factor if now["step"] >= script.strike else g)
-    if bad and script.fault == "cut":  # a hook clips each parameter by itself, before the reduction
+                parameter.register_hook(lambda g: g * factor if bad and now["step"] >= script.strike else g)
+    if script.fault == "cut":  # a hook clips each parameter by itself, before the reduction
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda g: g * (0.05 / g.norm().clamp(min=1e-30)).clamp(max=1.0))
+                most = 0.05 if bad else math.inf
+                parameter.register_hook(lambda g, most=most: g * (most / g.norm().clamp(min=1e-30)).clamp(max=1.0))
     with gather_limit_of(limit):
         engine, *_ = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)
     generator = torch.Generator().manual_seed(50 + rank)
