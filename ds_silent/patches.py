@@ -4,7 +4,6 @@ patches = Patches()
 patches.hook(parameter.register_hook, act)
 patches.wrap(trainer, "backward", wrapper)     # wrapper(original, *args, **kwargs)
 patches.around(trainer, "step", before, after) # before(*args, **kwargs), the method itself, after()
-patches.behind_hooks(parameter, act, changed)  # behind the script's own; changed(name) where one has made a change
 patches.before_backward(tell)                  # tell(tensor) that each backward begins with
 patches.in_backward(hook)                      # the hook, left out while torch.autograd.grad runs
 patches.wrap_method(GradScaler, "step", call)  # call(original, instance, *args, **kwargs), for all instances
@@ -103,41 +102,6 @@ class Patches:
         # below torch.autograd.grad, which scripts import by name (torch 2.4 to 2.13)
         self.wrap(torch.autograd, "_engine_run_backward", runs)
         return call
-
-    def behind_hooks(
-        self, tensor: Any, act: Callable[..., object], changed: Callable[[str], object]
-    ) -> tuple[str, ...]:
-        """Register ``act`` as a hook of a tensor behind those that it has.
-
-        Args:
-            changed: gets the name of one of these each time that it has written to the gradient, or put another in
-                its place.
-
-        Returns:
-            their names.
-        """
-        others = dict(tensor._backward_hooks or {})
-        names = tuple(map(name_of_hook, others.values()))
-        came: Any = None
-
-        def look(behind: str | None, gradient: Any) -> None:
-            nonlocal came
-            before, came = came, _identity_of(gradient)
-            if behind is not None and came != before:
-                changed(behind)
-
-        if others:
-            for name in (None, *names):
-                self.hook(tensor.register_hook, partial(look, name))
-            held = tensor._backward_hooks  # torch calls them in the order in which it was filled (2.4 to 2.13)
-            first, *looks = [key for key in held if key not in others]
-            filled = {first: held[first]}
-            for key, looks_behind in zip(others, looks, strict=True):
-                filled |= {key: held[key], looks_behind: held[looks_behind]}
-            held.clear()
-            held.update(filled)
-        self.hook(tensor.register_hook, act)
-        return names
 
     def before_backward(self, tell: Callable[[Any], object]) -> None:
         """Call ``tell`` with what each ``torch.autograd.backward`` begins with; ``Tensor.backward`` calls it.
@@ -241,11 +205,29 @@ class ScriptHooks:
         self.changed: dict[str, str] = {}
 
     def register(self, patches: Patches, name: str, parameter: Any, act: Callable[..., object]) -> None:
-        """Register the observer's hook on a parameter behind them."""
-        self.names.update(patches.behind_hooks(parameter, act, partial(self._changed, name)))
+        """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these."""
+        others = dict(parameter._backward_hooks or {})
+        hooks = tuple(map(name_of_hook, others.values()))
+        self.names.update(hooks)
+        came: Any = None
 
-    def _changed(self, name: str, hook: str) -> None:
-        self.changed.setdefault(hook, name)
+        def look(behind: str | None, gradient: Any) -> None:
+            nonlocal came
+            before, came = came, _identity_of(gradient)
+            if behind is not None and came != before:
+                self.changed.setdefault(behind, name)
+
+        if others:
+            for hook in (None, *hooks):
+                patches.hook(parameter.register_hook, partial(look, hook))
+            held = parameter._backward_hooks  # torch calls them in the order in which it was filled (2.4 to 2.13)
+            first, *looks = [key for key in held if key not in others]
+            filled = {first: held[first]}
+            for key, looks_behind in zip(others, looks, strict=True):
+                filled |= {key: held[key], looks_behind: held[looks_behind]}
+            held.clear()
+            held.update(filled)
+        patches.hook(parameter.register_hook, act)
 
 
 def _identity_of(gradient: Any) -> tuple[Any, ...] | None:

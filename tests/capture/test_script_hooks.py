@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.patches import Patches
+from ds_silent.patches import Patches, ScriptHooks
 from ds_silent.preflight.items import HOOKS
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -142,15 +142,18 @@ def test_hooks_keep_their_order_and_are_as_before_when_the_observers_is_taken_of
     parameter = nn.Parameter(torch.ones(2))
     parameter.register_hook(lambda gradient: (seen.append(("first", float(gradient[0]))), 3.0 * gradient)[1])
     second = parameter.register_hook(lambda gradient: seen.append(("second", float(gradient[0]))))
-    patches, changed = Patches(), list[str]()
-    patches.behind_hooks(parameter, lambda gradient: seen.append(("own", float(gradient[0]))), changed.append)
+    patches, hooks = Patches(), ScriptHooks()
+    hooks.register(patches, "weight", parameter, lambda gradient: seen.append(("own", float(gradient[0]))))
+    assert len(hooks.names) == 2
     parameter.register_hook(lambda gradient: seen.append(("behind", float(gradient[0]))))
     for _ in range(2):
         parameter.sum().backward()  # type: ignore[no-untyped-call]
     assert seen == [("first", 1.0), ("second", 3.0), ("own", 3.0), ("behind", 3.0)] * 2
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [6.0, 6.0]
-    assert [name.partition(" ")[0] for name in changed] == ["<lambda>"] * 2
+    [(changing, at)] = hooks.changed.items()
+    assert changing.startswith("<lambda> (test_script_hooks.py, line ")
+    assert at == "weight"
     patches.undo()
     second.remove()
     seen.clear()

@@ -224,8 +224,7 @@ class DeepSpeedFramework(Framework):
         self.observes_applied = self._places is not None
         whole = whole_on_every_rank(engine) and not self._shape.experts
         self.aggregate_replicated = checks and self._share is not None and whole
-        every = config.integrity.replica_interval
-        if every and not self._shape.plain:
+        if (every := config.integrity.replica_interval) and not self._shape.plain:
             self.peers = Peers(list(duplicates_of(engine, every, writes)))
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -358,8 +357,7 @@ class DeepSpeedFramework(Framework):
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
             self._around("allreduce_gradients", moments.post_backward)
-            if not isinstance(engine.optimizer, ZeROOptimizer):
-                LeftGradients(engine, patches, moments.on_gradient_dropped)
+            LeftGradients(engine, patches, moments.on_gradient_dropped)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.pre_update, moments.post_step)
         self._around("save_checkpoint", moments.pre_checkpoint)

@@ -181,6 +181,8 @@ class LeftGradients:
         """``drop``: forgets the gradients that have come in the step under way, if there are any."""
         self._engine, self._drop = engine, drop
         self._own = False  # a backward of the engine's own has begun in this step
+        if isinstance(engine.optimizer, ZeROOptimizer):
+            return
         for name in ("backward", "allreduce_gradients"):
             patches.around(engine, name, self._begins)
         patches.around(engine, "_take_model_step", None, self._stepped)
