@@ -21,7 +21,6 @@ from ds_silent.records import Event, StepRecord
 
 STEPS, STEPS_OF_NOTE = 8, 3
 SAME, OTHER = 1e-3, 1.05  # relative: a norm that stays; the ratio of two that do not
-NEAR = 0.02  # relative: labels' weights that are a mean's
 
 
 class HandedOnTest(Detector):
@@ -65,7 +64,7 @@ class HandedOnTest(Detector):
     def _note(self, record: StepRecord, evidence: Evidence, seen: HandedOn) -> None:
         ranks, weights = record.world_size, evidence.label_weights
         by_ranks = next((times for times in (ranks, 1.0 / ranks) if math.isclose(seen.factor, times, rel_tol=SAME)), 0)
-        mean = weights is not None and math.isclose(float(weights.totals.mean()) * seen.factor, 1.0, rel_tol=NEAR)
+        mean = weights is not None and seen.makes_mean(float(weights.totals.mean()))
         self._in_row = self._in_row + 1 if by_ranks and not mean and ranks > 2 else 0
         if self._in_row < STEPS_OF_NOTE or self._noted:
             return

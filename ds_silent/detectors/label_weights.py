@@ -263,7 +263,7 @@ def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: in
 def _is_made_good(evidence: Evidence, total: float) -> bool:
     """Tell whether the script makes the mean of it behind the reduction, by the gradients themselves."""
     handed_on = None if evidence.reduction is None else evidence.reduction.handed_on
-    return handed_on is not None and _near(total * handed_on.factor, 1.0)
+    return handed_on is not None and handed_on.makes_mean(total)
 
 
 def _each_its_own(weights: LabelWeights) -> bool:

@@ -198,7 +198,7 @@ def parameters_of_optimizer(optimizer: Any) -> set[int]:
 
 def contains(module: nn.Module, other: nn.Module) -> bool:
     """Tell whether a module is another, or around it."""
-    return module is other or any(inner is other for inner in module.modules())
+    return any(inner is other for inner in module.modules())
 
 
 def parameter_facts(module: nn.Module, numel_of: Callable[[Tensor], int] = Tensor.numel) -> dict[str, Any]:

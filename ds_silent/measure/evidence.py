@@ -117,6 +117,10 @@ class HandedOn:
     norm: float
     scale: float
 
+    def makes_mean(self, total: float) -> bool:
+        """Tell whether what all labels weigh together, ``total``, is 1 behind it: within 2 %, as bf16 rounds."""
+        return math.isclose(total * self.factor, 1.0, rel_tol=0.02)
+
 
 @dataclass(frozen=True)
 class ReductionEvidence(ReductionCheck):
