@@ -26,7 +26,8 @@ from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.exchange.whole_model import WholeModel
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.patches import Patches, ScriptHooks
+from ds_silent.patches import Patches
+from ds_silent.patches.script_hooks import ScriptHooks
 from ds_silent.records import Event
 from ds_silent.replicas.duplicates import Duplicates, compared
 from ds_silent.text import TORCH, Words, shown

@@ -30,7 +30,8 @@ from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.patches import Patches, ScriptHooks
+from ds_silent.patches import Patches
+from ds_silent.patches.script_hooks import ScriptHooks
 from ds_silent.preflight.items import HOOKS, SUBSET, Item, item_of
 from ds_silent.preflight.settings import (
     Holdings,

@@ -13,8 +13,7 @@ before it is accumulated -> :class:`LocalGradient`, which adds it to a sketch ->
 tensor would replace the gradient) and keeps no reference (that would disable buffer stealing).
 
 Beside it: rows and losses (``forwards``, ``batch_rows``, ``loaders``), how much each label counts (``objective``), and
-what every rank must set alike (``local_settings``, ``settings_check``, ``untrained``). What a step is to tell of them
-goes into :class:`ds_silent.exchange.observation.Observation`, in :meth:`StepCapture.observation`.
+what every rank must set alike (``local_settings``, ``settings_check``, ``untrained``).
 
 Whatever breaks in here breaks on one rank only: its next observation says "failed", and all ranks switch off together
 (:mod:`ds_silent.distributed.guard`).
@@ -90,6 +89,7 @@ class StepMoments:
         self.unpublished = False  # the step gets no record, with which what is applied could be compared
         self._reducing = self._applied = False
         self._settings.objective.start()
+        self._framework.script_hooks.start_step()
         self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
         self.gram: Tensor | None = None  # this rank's part of the exact inner products
 
@@ -102,6 +102,7 @@ class StepMoments:
     def root(self, root: Any, own: bool = False) -> None:
         """A backward begins with ``root``; ``own``: it surely reaches the model."""
         if self.plan.measures:
+            self._framework.script_hooks.follow()
             self._settings.objective.begins(root, own)
 
     def handed(self, loss: Any, promise: Promise | None, below: float = 1.0) -> None:
@@ -327,8 +328,7 @@ class StepCapture:
 
     def said(self, status: Status[float | Tensor], wishes: Wishes[float | Tensor]) -> None:
         """Take what this rank says in the step's observation beside what it has seen: it says so again."""
-        if self._before is not None:
-            self._before = replace(self._before, status=status, wishes=wishes)
+        self._before = self._before and replace(self._before, status=status, wishes=wishes)
 
     def observation_again(self) -> Observation:
         """The same observation with what a repeated reduction has brought, without the replica's checksum."""
@@ -346,7 +346,7 @@ class StepCapture:
         traced = {} if self.traced is None else self.traced.observed(moments.plan.traces)
         self._before = Observation(
             loss=loss,
-            local=local.observed(squares.sum(), moments.gram),
+            local=replace(local.observed(squares.sum(), moments.gram), **self.framework.script_hooks.observed()),
             reduced=Reduced(replica_seen=0.0 if replica is None else replica.seen),
             applied=moments.last_applied,
             code=code,

@@ -37,6 +37,7 @@ from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
 from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest
+from ds_silent.detectors.script_hook_factors import ScriptHookFactors
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words
@@ -90,6 +91,7 @@ class Judge:
             ReplicaErrors(),
             BatchSizeTest(words),
             SettingsDetector(),
+            ScriptHookFactors(),
             LabelWeightsTest(),
             LabelRulesTest(),
             StaleParameters(alike),

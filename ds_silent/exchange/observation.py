@@ -72,6 +72,9 @@ class Local(Generic[T]):
     fired: T = _0  # trainable parameters that got a gradient
     sketch_squared: T = _0  # of the sketch; only where not everybody gets everybody's
     late_cosine: T = _0  # with the rest, of the observation before; likewise
+    changed_behind: T = _0  # 1 when a hook of the script has changed it behind the observer's
+    hooked_before: T = _0  # squared norm of the gradients that the script's hooks change, before them
+    hooked_behind: T = _0  # and behind them
 
 
 @dataclass(frozen=True)

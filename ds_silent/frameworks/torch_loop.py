@@ -37,7 +37,8 @@ from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.patches import Patches, ScriptHooks, behind_closure
+from ds_silent.patches import Patches, behind_closure
+from ds_silent.patches.script_hooks import ScriptHooks
 from ds_silent.text import shown
 
 logger = logging.getLogger("ds_silent")
@@ -54,7 +55,6 @@ class TorchLoop:
     """
 
     _moments: Moments  # as soon as there is a hook
-    hooks: list[int]  # this loop's own, by parameter
     left: Callable[[], Iterator[tuple[int, Tensor]]] | None = None  # what a step finds where its gradient is put later
 
     def __init__(
@@ -100,7 +100,6 @@ class TorchLoop:
         for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn
                 script_hooks.register(patches, name, parameter, partial(gradient, index))
-        self.hooks = [next(reversed(parameter._backward_hooks)) for parameter in parameters]
         for optimizer in self._optimizers:
             self._hook(optimizer)
         self._parameters, self._ids = list(parameters), set(map(id, parameters))
@@ -365,8 +364,7 @@ class TorchFramework(Framework):
         return self.loop.is_boundary()
 
     def is_changed_behind(self, index: int) -> bool:
-        parameter, own = self.hooked[index], self.loop.hooks[index]  # torch 2.4 to 2.13
-        return next(reversed(parameter._backward_hooks)) != own or bool(parameter._post_accumulate_grad_hooks)
+        return self.script_hooks.is_behind(index)
 
     def accumulated(self, index: int) -> Tensor | None:
         return None if index in self.loop.frozen else self.parameters[index].grad

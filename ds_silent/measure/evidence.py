@@ -220,6 +220,15 @@ class LabelWeights:
 
 
 @dataclass(frozen=True)
+class ScriptHookEvidence:
+    """What the script's own hooks do to the ranks' gradients."""
+
+    factors: npt.NDArray[np.float64]  # (N,) norm of the gradients that they change, behind them over before them
+    unchecked: bool  # they change gradients behind the observer's hooks, on every rank
+    names: tuple[str, ...]  # of those of the writing rank that have changed a gradient
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a :class:`~ds_silent.records.StepRecord` lacks; None (or an empty mapping) is "not known" or "none"."""
 
@@ -246,6 +255,7 @@ class Evidence:
     undivided: Promise | None = None  # of the mean, although each micro-batch's whole loss is added up
     beside: int = 0  # how often other terms count beside labels that num_items_in_batch divides; 0: not known, or none
     crosses: bool = False  # a rank's gradient holds what the others' losses say of its rows
+    script_hooks: ScriptHookEvidence | None = None  # None where none changes a gradient
     unlike: tuple[Unlike, ...] = ()  # what the ranks' code does not do alike
     layers: LayerValues | None = None  # of the ranks' own gradients
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known

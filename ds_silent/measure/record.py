@@ -25,7 +25,7 @@ from ds_silent.exchange.observation import EachRank, Gathered, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.framework import Promise
 from ds_silent.maths import statistics
-from ds_silent.measure.evidence import Evidence, LabelWeights, LayerValues
+from ds_silent.measure.evidence import Evidence, LabelWeights, LayerValues, ScriptHookEvidence
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
 from ds_silent.trace import Traced
 
@@ -55,6 +55,7 @@ class Context:
     traces: bool = False  # it gets a line there
     rates: tuple[float | None, ...] = ()  # of each parameter group, in such a step
     crosses: bool = False  # see Evidence
+    script_hooks: tuple[str, ...] = ()  # names of those that have changed a gradient
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         label_weights=_label_weights(gathered, context),
         undivided=_undivided(gathered, context),
         crosses=context.crosses,
+        script_hooks=_script_hooks(gathered, context),
         beside=context.beside if len(set(gathered.code.objective.tolist())) == 1 else 0,
         non_finite=non_finite,
         zero_gradient=zero,
@@ -287,6 +289,15 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),
     )
+
+
+def _script_hooks(gathered: Gathered, context: Context) -> ScriptHookEvidence | None:
+    before, behind = gathered.local.hooked_before, gathered.local.hooked_behind
+    unchecked = on_all(gathered.local.changed_behind)
+    if not (unchecked or bool((before != 0).any())):
+        return None
+    factors = torch.where(before > 0, behind / before, 1.0).sqrt()
+    return ScriptHookEvidence(factors.numpy(), unchecked, context.script_hooks)
 
 
 def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:

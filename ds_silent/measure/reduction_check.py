@@ -141,6 +141,8 @@ class ReductionChecker:
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
             return None, None
+        if on_all(gathered.local.changed_behind):
+            return None, None  # what enters the reduction is another gradient than the one seen
         terms, squared = self._terms(gathered)
         spread = 1.0
         if self._arithmetic.reductions > 1 and squared > 0.0:

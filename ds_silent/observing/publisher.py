@@ -109,6 +109,7 @@ class Publisher:
             capture.moments.plan.traces,
             () if capture.traced is None else capture.traced.rates,
             objective.crossing.found,
+            tuple(capture.framework.script_hooks.changed),
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

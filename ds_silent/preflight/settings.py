@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import layers_of
 from ds_silent.maths.fingerprint import short_hash
-from ds_silent.patches import name_of_hook
+from ds_silent.patches.script_hooks import name_of_hook
 from ds_silent.preflight.items import ALL_HOOKS, HOOKS, JOINT, MODULES_HOOKS, Item, item_of
 
 PROBABILITIES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "drop_prob", "layerdrop")

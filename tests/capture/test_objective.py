@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_silent.capture.loss_graph import NODES, terms_of
 from ds_silent.capture.objective import NO_OTHERS, LocalObjective
 from ds_silent.capture.step import StepMoments
+from ds_silent.patches.script_hooks import ScriptHooks
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 
@@ -301,7 +302,8 @@ def test_only_numbers_of_the_script_are_its_factor() -> None:
 
 def test_nothing_is_read_where_nothing_is_measured() -> None:
     objective, loss = LocalObjective(), F.cross_entropy(_logits(), TARGETS)
-    nothing, settings = cast(Any, SimpleNamespace(step=1)), cast(Any, SimpleNamespace(objective=objective))
+    nothing = cast(Any, SimpleNamespace(step=1, script_hooks=ScriptHooks()))
+    settings = cast(Any, SimpleNamespace(objective=objective))
     moments = StepMoments(nothing, nothing, nothing, nothing, nothing, settings, keep=None)
     moments.root(loss)
     loss.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.patches import Patches, ScriptHooks
+from ds_silent.patches import Patches
+from ds_silent.patches.script_hooks import ScriptHooks
 from ds_silent.preflight.items import HOOKS
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -42,6 +45,24 @@ def looks(gradient: Tensor) -> None:
     """What a tracker does on one rank."""
 
 
+def by_rank(gradient: Tensor) -> Tensor:
+    """What a script that weighs its ranks does, wrongly."""
+    return gradient * (3.0 if dist.get_rank() == 1 else 1.0)
+
+
+def half_on_one(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient if dist.get_rank() == 1 else gradient
+
+
+def clips(gradient: Tensor) -> Tensor:
+    """Another factor on each rank and at each step."""
+    return gradient / gradient.norm()
+
+
+def masks(gradient: Tensor) -> Tensor:
+    return gradient * (torch.arange(gradient.numel()).view_as(gradient) % 2)
+
+
 def hooks_of(case: str, rank: int) -> Any:
     hooks = {
         "one doubles": twice if rank == 1 else None,
@@ -52,16 +73,28 @@ def hooks_of(case: str, rank: int) -> Any:
         "one gives it back": (lambda gradient: gradient) if rank == 0 else None,
         "all double": twice,
         "all write, one after the other": Now(1 + rank),
+        "by rank": by_rank,
+        "half on one": half_on_one,
+        "all clip": clips,
+        "all mask": masks,
         "none": None,
     }[case]
     return hooks if isinstance(hooks, tuple) else () if hooks is None else (hooks,)
 
 
-def train(framework: str, case: str, directory: Path) -> None:
+def train(framework: str, case: str, directory: Path, place: str = "ahead") -> None:
     torch.manual_seed(0)
     module: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    for hook in hooks_of(case, dist.get_rank()):
-        module[2].weight.register_hook(hook)
+
+    def register() -> None:
+        for hook in hooks_of(case, dist.get_rank()):
+            if place == "accumulated":
+                module[2].weight.register_post_accumulate_grad_hook(partial(on_accumulated, hook))
+            else:
+                module[2].weight.register_hook(hook)
+
+    if place == "ahead":
+        register()
     block = {"output_dir": str(directory), "tensorboard": False}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -75,6 +108,8 @@ def train(framework: str, case: str, directory: Path) -> None:
         wrapped, *_ = ds_silent.initialize(model=module, optimizer=optimizer, config=config)
         observer = ds_silent.observer_of(wrapped)
     assert observer is not None
+    if place != "ahead":
+        register()
     for _ in range(STEPS):
         Now.step += 1
         loss = wrapped(torch.randn(4, 6, generator=generator)).square().mean()
@@ -88,9 +123,15 @@ def train(framework: str, case: str, directory: Path) -> None:
     observer.close()
 
 
+def on_accumulated(hook: Any, parameter: Tensor) -> None:
+    parameter.grad = hook(parameter.grad)
+
+
 CASES = ("one doubles", "one writes, later", "one looks", "one gives it back", "all double", "none")
 CASES = (*CASES, "all write, one after the other", "one looks, all double")
-CASES = (*CASES, "one looks, all write, one after the other")
+CASES = (*CASES, "one looks, all write, one after the other", "all clip", "all mask", "by rank", "half on one")
+BEHIND = ("all double", "all clip", "all mask", "by rank", "half on one", "one doubles")
+PLACES = ("behind", "accumulated")
 FRAMEWORKS = ("ddp", "zero 1")
 
 
@@ -98,6 +139,8 @@ def trainings(directory: Path) -> None:
     for framework in FRAMEWORKS:
         for case in CASES:
             train(framework, case, directory / framework / case)
+        for place, case in product(PLACES, BEHIND) if framework == "ddp" else ():
+            train(framework, case, directory / place / case, place)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +155,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_hook_that_changes_the_gradient_of_one_rank_is_told(framework: str, case: str, directory: Path) -> None:
     events = [one for one in read_events(directory / framework / case / "events.jsonl") if one["severity"] != "info"]
     assert len(list(read_metrics(directory / framework / case / "metrics.jsonl"))) == STEPS
+    if case in ("by rank", "half on one"):
+        [event] = events
+        assert (event["kind"], event["severity"], event["ranks"]) == ("outlier-rank", "error", [1])
+        assert (event["step"], event["where"]) == (4, HOOKS)
+        times, name = ("3", "by_rank") if case == "by rank" else ("0.5", "half_on_one")
+        assert f"({name} (test_script_hooks.py, line" in event["message"] or times == "0.5"  # rank 0 has not changed it
+        assert f"by 1 on ranks 0, 2; by {times} on rank 1" in event["message"]
+        return
     if not case.startswith(("one doubles", "one writes")):
         assert events == []
         return
@@ -125,6 +176,23 @@ def test_a_hook_that_changes_the_gradient_of_one_rank_is_told(framework: str, ca
     assert event["message"] == said
     verdict = verdict_of(read_run(directory / framework / case)).sentence
     assert verdict.startswith(f"A hook changes gradients on some ranks alone (rank {rank}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", BEHIND)
+def test_a_hook_behind_the_observers_is_no_wrong_reduction_where_all_ranks_have_it(
+    case: str, place: str, directory: Path
+) -> None:
+    events = list(read_events(directory / place / case / "events.jsonl"))
+    kinds = [(one["severity"], one["kind"], one["step"], one["ranks"]) for one in events]
+    wrong = ("error", "aggregation-error", 1, [1])
+    if case in ("half on one", "one doubles"):
+        told = [wrong, ("error", "outlier-rank", 1, [1])] if case == "one doubles" else [wrong]
+        assert [kind for kind in kinds if kind[0] != "info"] == told
+        return
+    assert kinds[0] == ("info", "gradient-changed", 1, [])
+    told = [("error", "outlier-rank", 4, [1])] if case == "by rank" else []
+    assert [kind for kind in kinds if kind[0] != "info"] == told
 
 
 def two(directory: Path) -> None:

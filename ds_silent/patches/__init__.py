@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +34,7 @@ class Patches:
     def hook(self, register: Callable[..., Any], act: Callable[..., object], **how: Any) -> None:
         """Register ``act`` as a hook of a module, tensor or optimizer, with the arguments of ``register``."""
         of_forward = getattr(register, "__name__", "").startswith("register_forward")
-        self.add(register(_Hook(_untraced(act) if of_forward else act), **how))
+        self.add(register(RegisteredHook(_untraced(act) if of_forward else act), **how))
 
     def add(self, handle: Any) -> None:
         """Take a handle with ``remove()``, as torch's hooks give."""
@@ -192,61 +191,6 @@ class Patches:
             self._undo.pop()()
 
 
-class ScriptHooks:
-    """A script's own hooks on gradients, ahead of the observer's.
-
-    Attributes:
-        names: of all.
-        changed: those that have changed a gradient, each with the first parameter at which it has.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.changed: dict[str, str] = {}
-
-    def register(self, patches: Patches, name: str, parameter: Any, act: Callable[..., object]) -> None:
-        """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these."""
-        others = dict(parameter._backward_hooks or {})
-        hooks = tuple(map(name_of_hook, others.values()))
-        self.names.update(hooks)
-        came: Any = None
-
-        def look(behind: str | None, gradient: Any) -> None:
-            nonlocal came
-            before, came = came, _identity_of(gradient)
-            if behind is not None and came != before:
-                self.changed.setdefault(behind, name)
-
-        if others:
-            for hook in (None, *hooks):
-                patches.hook(parameter.register_hook, partial(look, hook))
-            held = parameter._backward_hooks  # torch calls them in the order in which it was filled (2.4 to 2.13)
-            first, *looks = [key for key in held if key not in others]
-            filled = {first: held[first]}
-            for key, looks_behind in zip(others, looks, strict=True):
-                filled |= {key: held[key], looks_behind: held[looks_behind]}
-            held.clear()
-            held.update(filled)
-        patches.hook(parameter.register_hook, act)
-
-
-def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
-    """Return what tells whether it is the same, unwritten; None where nobody can tell, as while it is traced."""
-    try:
-        return gradient.data_ptr(), gradient._version, gradient.stride()
-    except Exception:
-        return None
-
-
-def name_of_hook(hook: Any) -> str:
-    """Return a function's name, with its file and line."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    code = getattr(hook, "__code__", None)
-    name = getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
-    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else name
-
-
 def _untraced(act: Callable[..., object]) -> Callable[..., object]:
     """Return a hook that ``torch.compile`` calls as it is: traced, it would become a part of the compiled module."""
     from torch._compile import _disable_dynamo  # the optimizers' own (torch 2.4 to 2.13); it imports nothing by itself
@@ -254,7 +198,7 @@ def _untraced(act: Callable[..., object]) -> Callable[..., object]:
     return _disable_dynamo(partial(act))  # a method would take no attribute, which torch sets
 
 
-class _Hook(partial[Any]):
+class RegisteredHook(partial[Any]):
     """A hook that a copy of its module, or a file with it, holds as one that does nothing: it is not observed."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,0 +1,183 @@
+"""A script's own hooks on gradients: which of them change a gradient, and by how much.
+
+hooks.register(patches, "0.weight", parameter, act)     # ``act`` sees what the script's hooks have made of it
+hooks.follow()                                          # as a backward begins: hooks registered since are behind
+hooks.changed, hooks.observed()                         # so far; of the step
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ds_silent.patches import Patches, RegisteredHook
+
+
+class ScriptHooks:
+    """A script's own hooks on gradients, ahead of the observer's and behind them.
+
+    Attributes:
+        names: of all.
+        changed: those that have changed a gradient, each with the first parameter at which it has.
+        changes_behind: whether one has done so in this step, behind the observer's.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.changed: dict[str, str] = {}
+        self.changes_behind = False
+        self._watched: list[_Watched] = []
+        self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
+
+    def register(self, patches: Patches, name: str, parameter: Any, act: Callable[..., object]) -> None:
+        """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these."""
+        watched = _Watched(self, patches, name, parameter)
+        watched.look_behind(parameter._backward_hooks or {}, parameter.register_hook)
+        patches.hook(parameter.register_hook, act)
+        watched.own = next(reversed(parameter._backward_hooks))
+        watched.known.add(watched.own)
+        self._watched.append(watched)
+
+    def follow(self) -> None:
+        """Look behind the hooks that were registered since, as a backward of a measured step begins."""
+        if self._norms is None:
+            self._norms = []
+        for watched in self._watched:
+            watched.follow()
+
+    def is_behind(self, index: int) -> bool:
+        """Tell whether a hook is behind the observer's of the parameter that was registered as number ``index``."""
+        watched = self._watched[index]
+        parameter = watched.parameter
+        return next(reversed(parameter._backward_hooks)) != watched.own or bool(parameter._post_accumulate_grad_hooks)
+
+    def observed(self) -> dict[str, Any]:
+        """Return the step's numbers by their names in :class:`ds_silent.exchange.observation.Local`."""
+        import torch
+
+        changed = {"changed_behind": float(self.changes_behind)}
+        if not self._norms:
+            return changed
+        before, behind = (torch.stack(norms).square().sum() for norms in zip(*self._norms, strict=True))
+        return {**changed, "hooked_before": before, "hooked_behind": behind}
+
+    def start_step(self) -> None:
+        """Forget what hooks have done in the step that was taken."""
+        self.changes_behind, self._norms = False, None
+
+    def look(self, name: str, hook: str, ahead: bool) -> None:
+        """Take in that a hook has changed a parameter's gradient."""
+        self.changed.setdefault(hook, name)
+        self.changes_behind |= not ahead
+
+    def add(self, before: Any, behind: Any) -> None:
+        """Take in a gradient's norms."""
+        if self._norms is not None and before is not None and behind is not None:
+            self._norms.append((before, behind))
+
+
+class _Watched:
+    """A parameter, with a look behind each of the script's hooks.
+
+    Attributes:
+        own: key of the observer's hook.
+        known: keys of the hooks that are there.
+    """
+
+    own: int
+
+    def __init__(self, hooks: ScriptHooks, patches: Patches, name: str, parameter: Any):
+        self._hooks, self._patches, self._name, self.parameter = hooks, patches, name, parameter
+        self.known: set[int] = set()
+        self._changes = False  # its gradient was changed before: its norms are of interest
+
+    def follow(self) -> None:
+        parameter = self.parameter
+        if parameter._backward_hooks and next(reversed(parameter._backward_hooks)) not in self.known:
+            self.look_behind(parameter._backward_hooks, parameter.register_hook, ahead=False)
+        accumulated = parameter._post_accumulate_grad_hooks  # torch 2.4 to 2.13
+        if accumulated and next(reversed(accumulated)) not in self.known:
+            self.look_behind(accumulated, parameter.register_post_accumulate_grad_hook, ahead=False)
+
+    def look_behind(self, held: Any, register: Callable[..., Any], ahead: bool = True) -> None:
+        """Look behind the hooks that are not known yet: torch calls them in the order in which ``held`` was filled."""
+        new = [key for key in held if key not in self.known]
+        self.known.update(new)
+        own = {key for key in new if not _is_scripts(held[key])}
+        others = {key: held[key] for key in new if key not in own}
+        if not others:
+            return
+        names = tuple(map(name_of_hook, others.values()))
+        self._hooks.names.update(names)
+        came: Any = None
+        norm: Any = None
+
+        def look(behind: str | None, last: bool, gradient: Any) -> None:
+            nonlocal came, norm
+            gradient = gradient.grad if gradient is self.parameter else gradient
+            before, came = came, _identity_of(gradient)
+            if behind is not None and came != before:
+                self._changes = True
+                self._hooks.look(self._name, behind, ahead)
+            if self._changes and behind is None:
+                norm = _norm_of(gradient)
+            elif last:
+                self._hooks.add(norm, None if norm is None else _norm_of(gradient))
+                norm = None
+
+        last = len(names) - 1
+        for place, hook in enumerate((None, *names), -1):
+            self._patches.hook(register, partial(look, hook, place == last))
+        held = getattr(self.parameter, "_backward_hooks" if ahead else _HELD_BY[register.__name__])
+        first, *looks = [key for key in held if key not in self.known]
+        self.known.update((first, *looks))
+        filled = {key: held[key] for key in held if key not in others and key not in (first, *looks)}
+        filled[first] = held[first]
+        for key, looks_behind in zip(others, looks, strict=True):
+            filled |= {key: held[key], looks_behind: held[looks_behind]}
+        held.clear()
+        held.update(filled)
+
+
+_HELD_BY = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+_FRAMEWORKS = ("torch", "deepspeed", "megatron", "ds_silent")
+
+
+def _is_scripts(hook: Any) -> bool:
+    """Tell whether a hook is neither the observer's nor a framework's own."""
+    if isinstance(hook, RegisteredHook):
+        return False
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _FRAMEWORKS
+
+
+def _norm_of(gradient: Any) -> Any:
+    """Return its norm, a 0-dim fp32 tensor; None where nobody can tell."""
+    import torch
+
+    try:
+        local = getattr(gradient, "_local_tensor", gradient).detach()
+        return torch.linalg.vector_norm(local, dtype=torch.float32)
+    except Exception:
+        return None
+
+
+def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
+    """Return what tells whether it is the same, unwritten; None where nobody can tell, as while it is traced."""
+    try:
+        gradient = getattr(gradient, "_local_tensor", gradient)
+        return gradient.data_ptr(), gradient._version, gradient.stride()
+    except Exception:
+        return None
+
+
+def name_of_hook(hook: Any) -> str:
+    """Return a function's name, with its file and line."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else name
