@@ -90,16 +90,21 @@ class TorchLoop:
         return self._boundary if self._open else self._synchronises()
 
     def connect(
-        self, moments: Moments, parameters: Sequence[Any], names: Sequence[str], script_hooks: ScriptHooks
+        self,
+        moments: Moments,
+        parameters: Sequence[Any],
+        stored: Sequence[Any],
+        names: Sequence[str],
+        script_hooks: ScriptHooks,
     ) -> None:
-        """Register every hook."""
+        """Register every hook; ``stored``: the parameters that hold the gradients."""
         self._moments, patches = moments, self._patches
         patches.hook(self._module.register_forward_pre_hook, self._forward, with_kwargs=True)
         patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn
-                script_hooks.register(patches, name, parameter, partial(gradient, index))
+                script_hooks.register(patches, name, parameter, partial(gradient, index), stored[index])
         for optimizer in self._optimizers:
             self._hook(optimizer)
         self._parameters, self._ids = list(parameters), set(map(id, parameters))
@@ -358,7 +363,7 @@ class TorchFramework(Framework):
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def connect(self, moments: Moments) -> None:
-        self.loop.connect(moments, self.hooked, self.names, self.script_hooks)
+        self.loop.connect(moments, self.hooked, self.parameters, self.names, self.script_hooks)
 
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()

@@ -31,9 +31,15 @@ class ScriptHooks:
         self._watched: list[_Watched] = []
         self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
 
-    def register(self, patches: Patches, name: str, parameter: Any, act: Callable[..., object]) -> None:
-        """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these."""
-        watched = _Watched(self, patches, name, parameter)
+    def register(
+        self, patches: Patches, name: str, parameter: Any, act: Callable[..., object], stored: Any = None
+    ) -> None:
+        """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these.
+
+        Args:
+            stored: what holds the gradient, where that is another parameter (FSDP2's shard); its hooks run there.
+        """
+        watched = _Watched(self, patches, name, parameter, parameter if stored is None else stored)
         watched.look_behind(parameter._backward_hooks or {}, parameter.register_hook)
         patches.hook(parameter.register_hook, act)
         watched.own = next(reversed(parameter._backward_hooks))
@@ -88,18 +94,19 @@ class _Watched:
 
     own: int
 
-    def __init__(self, hooks: ScriptHooks, patches: Patches, name: str, parameter: Any):
-        self._hooks, self._patches, self._name, self.parameter = hooks, patches, name, parameter
+    def __init__(self, hooks: ScriptHooks, patches: Patches, name: str, parameter: Any, stored: Any):
+        self._hooks, self._patches, self._name = hooks, patches, name
+        self.parameter, self._stored = parameter, stored
         self.known: set[int] = set()
         self._changes = False  # its gradient was changed before: its norms are of interest
 
     def follow(self) -> None:
-        parameter = self.parameter
-        if parameter._backward_hooks and next(reversed(parameter._backward_hooks)) not in self.known:
-            self.look_behind(parameter._backward_hooks, parameter.register_hook, ahead=False)
-        accumulated = parameter._post_accumulate_grad_hooks  # torch 2.4 to 2.13
+        """Look behind what was registered since (torch 2.4 to 2.13)."""
+        held, accumulated = self.parameter._backward_hooks, self._stored._post_accumulate_grad_hooks
+        if held and next(reversed(held)) not in self.known:
+            self.look_behind(held, self.parameter.register_hook, ahead=False)
         if accumulated and next(reversed(accumulated)) not in self.known:
-            self.look_behind(accumulated, parameter.register_post_accumulate_grad_hook, ahead=False)
+            self.look_behind(accumulated, self._stored.register_post_accumulate_grad_hook, ahead=False)
 
     def look_behind(self, held: Any, register: Callable[..., Any], ahead: bool = True) -> None:
         """Look behind the hooks that are not known yet: torch calls them in the order in which ``held`` was filled."""
@@ -116,11 +123,13 @@ class _Watched:
 
         def look(behind: str | None, last: bool, gradient: Any) -> None:
             nonlocal came, norm
-            gradient = gradient.grad if gradient is self.parameter else gradient
+            gradient = gradient.grad if gradient is self._stored else gradient
             before, came = came, _identity_of(gradient)
             if behind is not None and came != before:
                 self._changes = True
                 self._hooks.look(self._name, behind, ahead)
+            elif behind is not None and came is not None and not came[-1]:  # nobody can tell: the others do
+                self._hooks.changes_behind |= not ahead
             if self._changes and behind is None:
                 norm = _norm_of(gradient)
             elif last:
@@ -130,7 +139,7 @@ class _Watched:
         last = len(names) - 1
         for place, hook in enumerate((None, *names), -1):
             self._patches.hook(register, partial(look, hook, place == last))
-        held = getattr(self.parameter, "_backward_hooks" if ahead else _HELD_BY[register.__name__])
+        held = self.parameter._backward_hooks if ahead else held
         first, *looks = [key for key in held if key not in self.known]
         self.known.update((first, *looks))
         filled = {key: held[key] for key in held if key not in others and key not in (first, *looks)}
@@ -141,7 +150,6 @@ class _Watched:
         held.update(filled)
 
 
-_HELD_BY = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
 _FRAMEWORKS = ("torch", "deepspeed", "megatron", "ds_silent")
 
 
@@ -168,8 +176,8 @@ def _norm_of(gradient: Any) -> Any:
 def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
     """Return what tells whether it is the same, unwritten; None where nobody can tell, as while it is traced."""
     try:
-        gradient = getattr(gradient, "_local_tensor", gradient)
-        return gradient.data_ptr(), gradient._version, gradient.stride()
+        local = getattr(gradient, "_local_tensor", gradient)  # a DTensor's own version counts what is written to it
+        return local.data_ptr(), local._version, gradient._version, local.stride(), local.numel()
     except Exception:
         return None
 
