@@ -38,10 +38,11 @@ class ScriptHookFactors(Detector):
         if hooks.unchecked and not self._noted:
             self._noted, self.notes = True, (_note(record.step, hooks),)
         self._recent = [*self._recent[-STEPS + 1 :], hooks.factors]
-        known = np.stack(self._recent)
-        steady = len(known) == STEPS and bool((np.ptp(known, axis=0) <= SAME * known.max(axis=0)).all())
-        factors = np.median(known, axis=0)
-        differ = np.ptp(factors) > OTHER * factors.max()
+        recent = np.stack(self._recent)
+        factors = np.median(recent, axis=0)  # NaN where one is
+        known = np.isfinite(factors)
+        steady = len(recent) == STEPS and bool((np.ptp(recent, axis=0) <= SAME * factors)[known].all())
+        differ = known.any() and np.ptp(factors[known]) > OTHER * factors[known].max()
         told = any(finding.where == HOOKS or finding.kind == "aggregation-error" for finding in before)
         if not (steady and differ) or told:
             self._since = record.step + 1
@@ -50,8 +51,10 @@ class ScriptHookFactors(Detector):
 
 
 def _finding(factors: np.ndarray, hooks: ScriptHookEvidence, since: int) -> Finding:
-    parts = parts_of([round(float(np.log(max(factor, 1e-30))) / OTHER) for factor in factors])
-    odd = outvoted(parts) or tuple(range(len(factors)))
+    ranks = np.flatnonzero(np.isfinite(factors)).tolist()
+    alike = parts_of([round(float(np.log(max(factors[rank], 1e-30))) / OTHER) for rank in ranks])
+    parts = tuple(tuple(ranks[place] for place in part) for part in alike)
+    odd = outvoted(parts) or tuple(ranks)
     shown = "; ".join(f"by {factors[part[0]]:.4g} on {ranks_of(part)}" for part in parts[:3])
     message = (
         f"{_hooks(hooks)} multiply gradients before the reduction, {shown}{'; …' if len(parts) > 3 else ''}: the same "

@@ -24,6 +24,8 @@ gradient that cannot be observed; ranks may take different numbers of steps. See
 :mod:`ds_silent.observing.lockstep`."""
 LEFT_OUT, PARTLY = -2.0, 2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
+BEHIND = 2.0
+"""Of ``hooked``."""
 PARAMETERS = 2.0
 """Of ``replica_seen``: the parameters' checksum, without what else is replicated."""
 
@@ -72,7 +74,7 @@ class Local(Generic[T]):
     fired: T = _0  # trainable parameters that got a gradient
     sketch_squared: T = _0  # of the sketch; only where not everybody gets everybody's
     late_cosine: T = _0  # with the rest, of the observation before; likewise
-    changed_behind: T = _0  # 1 when a hook of the script has changed it behind the observer's
+    hooked: T = _0  # 1 when a hook of the script has changed it; BEHIND when one has behind the observer's hook
     hooked_before: T = _0  # squared norm of the gradients that the script's hooks change, before them
     hooked_behind: T = _0  # and behind them
 

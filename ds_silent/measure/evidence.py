@@ -223,7 +223,9 @@ class LabelWeights:
 class ScriptHookEvidence:
     """What the script's own hooks do to the ranks' gradients."""
 
-    factors: npt.NDArray[np.float64]  # (N,) norm of the gradients that they change, behind them over before them
+    factors: npt.NDArray[
+        np.float64
+    ]  # (N,) norm of the gradients that they change, behind over before; NaN: unknown
     unchecked: bool  # they change gradients behind the observer's hooks, on every rank
     names: tuple[str, ...]  # of those of the writing rank that have changed a gradient
 

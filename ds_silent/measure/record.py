@@ -21,7 +21,7 @@ from ds_silent.capture.loaders import Walk
 from ds_silent.capture.loss_graph import Constants
 from ds_silent.capture.objective import NO_OTHERS
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import EachRank, Gathered, on_all
+from ds_silent.exchange.observation import BEHIND, EachRank, Gathered, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.framework import Promise
 from ds_silent.maths import statistics
@@ -292,12 +292,11 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
 
 
 def _script_hooks(gathered: Gathered, context: Context) -> ScriptHookEvidence | None:
-    before, behind = gathered.local.hooked_before, gathered.local.hooked_behind
-    unchecked = on_all(gathered.local.changed_behind)
-    if not (unchecked or bool((before != 0).any())):
+    local = gathered.local
+    if not bool(local.hooked.any()):
         return None
-    factors = torch.where(before > 0, behind / before, 1.0).sqrt()
-    return ScriptHookEvidence(factors.numpy(), unchecked, context.script_hooks)
+    factors = torch.where(local.hooked > 0, local.hooked_behind / local.hooked_before, 1.0).sqrt()
+    return ScriptHookEvidence(factors.numpy(), on_all(local.hooked == BEHIND), context.script_hooks)
 
 
 def _label_tokens(gathered: Gathered) -> tuple[int, ...] | None:

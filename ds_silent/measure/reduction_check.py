@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Gathered, on_all, replica_checksums
+from ds_silent.exchange.observation import BEHIND, LEFT_OUT, PARTLY, Gathered, on_all, replica_checksums
 from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights, Pieces, explain, explain_micro_batches, own_weights
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -141,7 +141,7 @@ class ReductionChecker:
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:
         if not self._layout.size or not on_all(gathered.local.seen) or not on_all(gathered.reduced.seen):
             return None, None
-        if on_all(gathered.local.changed_behind):
+        if on_all(gathered.local.hooked == BEHIND):
             return None, None  # what enters the reduction is another gradient than the one seen
         terms, squared = self._terms(gathered)
         spread = 1.0

@@ -21,13 +21,14 @@ class ScriptHooks:
     Attributes:
         names: of all.
         changed: those that have changed a gradient, each with the first parameter at which it has.
-        changes_behind: whether one has done so in this step, behind the observer's.
+        change: 1 where one has done so in this step; 2: behind the observer's. As in
+            :class:`ds_silent.exchange.observation.Local`.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.changed: dict[str, str] = {}
-        self.changes_behind = False
+        self.change = 0
         self._watched: list[_Watched] = []
         self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
 
@@ -63,7 +64,7 @@ class ScriptHooks:
         """Return the step's numbers by their names in :class:`ds_silent.exchange.observation.Local`."""
         import torch
 
-        changed = {"changed_behind": float(self.changes_behind)}
+        changed = {"hooked": float(self.change)}
         if not self._norms:
             return changed
         before, behind = (torch.stack(norms).square().sum() for norms in zip(*self._norms, strict=True))
@@ -71,12 +72,12 @@ class ScriptHooks:
 
     def start_step(self) -> None:
         """Forget what hooks have done in the step that was taken."""
-        self.changes_behind, self._norms = False, None
+        self.change, self._norms = 0, None
 
     def look(self, name: str, hook: str, ahead: bool) -> None:
         """Take in that a hook has changed a parameter's gradient."""
         self.changed.setdefault(hook, name)
-        self.changes_behind |= not ahead
+        self.change = max(self.change, 1 if ahead else 2)
 
     def add(self, before: Any, behind: Any) -> None:
         """Take in a gradient's norms."""
@@ -129,7 +130,7 @@ class _Watched:
                 self._changes = True
                 self._hooks.look(self._name, behind, ahead)
             elif behind is not None and came is not None and not came[-1]:  # nobody can tell: the others do
-                self._hooks.changes_behind |= not ahead
+                self._hooks.change = max(self._hooks.change, 1 if ahead else 2)
             if self._changes and behind is None:
                 norm = _norm_of(gradient)
             elif last:

@@ -97,11 +97,13 @@ def train(framework: str, case: str, directory: Path, place: str = "ahead") -> N
     if place == "ahead":
         register()
     block = {"output_dir": str(directory), "tensorboard": False}
+    if place == "fsdp2":
+        fully_shard(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     Now.step = 0
     if framework == "ddp":
-        wrapped: Any = fully_shard(module) if place == "fsdp2" else DistributedDataParallel(module)
+        wrapped: Any = module if place == "fsdp2" else DistributedDataParallel(module)
         observer = ds_silent.attach(wrapped, block, optimizer=optimizer)
     else:
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": int(framework[-1])}}
