@@ -168,15 +168,6 @@ class DeepSpeedTraining(DrillTraining):
         self.engine.destroy()
 
 
-def full_parameters(engine: Any) -> list[Tensor]:
-    """Clone every parameter, whole, in its training dtype."""
-    parameters = []
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
-            parameters.append(parameter.detach().clone())
-    return parameters
-
-
 def _leave_out(engine: Any, hooks: Hooks) -> None:
     """Let some parameters take no part in the reduction: each rank goes on with its own gradient.
 
