@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -308,16 +309,7 @@ def stuck_gradient(target: Target, me: int) -> Injection:
     return Injection(gradient=again)
 
 
-def infinite_element(target: Target, me: int) -> Injection:
-    return _largest_element(lambda flat, place: flat[place : place + 1].fill_(float("inf")))
-
-
-def flipped_element(target: Target, me: int) -> Injection:
-    """The top exponent bit of the element."""
-    return _largest_element(lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))
-
-
-def _largest_element(change: Callable[[Tensor, int], object]) -> Injection:
+def _largest_element(change: Callable[[Tensor, int], object], target: Target, me: int) -> Injection:
     """Of the first gradient that comes, and nothing else."""
     done: list[str] = []
 
@@ -331,3 +323,7 @@ def _largest_element(change: Callable[[Tensor, int], object]) -> Injection:
         return corrupted
 
     return Injection(gradient=hit)
+
+
+infinite_element = partial(_largest_element, lambda flat, place: flat[place : place + 1].fill_(float("inf")))
+flipped_element = partial(_largest_element, lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))
