@@ -128,7 +128,6 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(directory: str) -> None:
-    """Write all of them."""
     for name in NAMES:
         Path(directory, f"{name}.json").write_text(written(name), encoding="utf-8")
 

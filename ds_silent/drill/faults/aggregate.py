@@ -50,7 +50,7 @@ def weighted_contribution(weight: float, target: Target, me: int) -> Injection:
 
 # the last micro-batch's gradient is computed, and never accumulated
 missing_micro_batch = changing(
-    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None,
+    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None
 )
 
 
@@ -89,7 +89,7 @@ def _result(under_way: Collective, change: Callable[[Tensor], object]) -> None:
 
 
 forgotten_division = changing(
-    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks))),
+    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks)))
 )
 
 

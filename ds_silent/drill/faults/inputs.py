@@ -142,13 +142,9 @@ def _change_groups(optimizer: Any, name: str, change: NewValue, target: Target) 
         group[name] = change(group[name], target.size)
 
 
-def first_beta(value: Any, size: float) -> Any:
-    return (size, *value[1:])
-
-
 # a value that no collective depends on: another bucket size would hang the training instead
 config_value = changing(
-    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size},
+    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size}
 )
 
 
@@ -271,7 +267,7 @@ def out_of_phase(target: Target, me: int) -> Injection:
 clipped_gradient = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
-    ),
+    )
 )
 scaled_gradient = changing(gradient=lambda target, name, gradient, step: gradient * target.size)
 
@@ -287,12 +283,10 @@ zero_gradient = changing(gradient=lambda target, name, gradient, step: torch.zer
 scaled_layer = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
-    ),
+    )
 )
 frozen_layers = changing(
-    gradient=lambda target, name, gradient, step: (
-        torch.zeros_like(gradient) if name.startswith("layers.") else gradient
-    ),
+    gradient=lambda target, name, gradient, step: torch.zeros_like(gradient) if name.startswith("layers.") else gradient
 )
 
 

@@ -96,7 +96,7 @@ def _grow(tensors: Iterable[Tensor]) -> None:
 
 weights_alone = changing(before=lambda target, module, optimizer, step: _grow(p for p in module.parameters()))
 masters_alone = changing(
-    before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
+    before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"])
 )
 
 
