@@ -37,9 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 from ds_silent.config import parse
+from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
 from ds_silent.ordered.exchange import LongVector, OrderedExchange
-from ds_silent.practice.probe import hash_of
 from ds_silent.practice.ranks import results_of
 
 MICRO_BATCHES, STEPS, ROWS, LENGTH = 8, 20, 2, 33

@@ -82,9 +82,9 @@ def _train(setting: Setting, output_dir: Path) -> Outcome:
 def _once(setting: Setting, output_dir: Path, observed: bool) -> Outcome:
     import torch
     import torch.distributed as dist
+    from probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
     import ds_silent
-    from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)
@@ -118,7 +118,7 @@ def _once(setting: Setting, output_dir: Path, observed: bool) -> Outcome:
 
 
 def _config(setting: Setting, ranks: int) -> dict[str, Any]:
-    from ds_silent.practice.probe import ROWS
+    from probe import ROWS
 
     return {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -139,8 +139,7 @@ def _true_mean(engine: Any, copy: Any, batches: list[Any]) -> Any:
     """(D,) float64: the mean over ranks and micro-batches of plain torch's gradients, with the engine's weights."""
     import torch
     import torch.distributed as dist
-
-    from ds_silent.drill.train_deepspeed import full_parameters
+    from probe import full_parameters
 
     with torch.no_grad():
         for own, theirs in zip(copy.parameters(), full_parameters(engine), strict=True):
@@ -158,8 +157,7 @@ def _weights(engine: Any) -> Any:
     """(D,) float64 clone of the trained weights in the precision in which they are updated."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
-
-    from ds_silent.drill.train_deepspeed import full_parameters
+    from probe import full_parameters
 
     pairs = list(zip(engine.module.parameters(), full_parameters(engine), strict=True))
     wholes = [whole for own, whole in pairs if own.requires_grad]

@@ -66,9 +66,8 @@ def token_batches(count: int) -> list[Any]:
     """This rank's rows, of the practice model's form."""
     import torch
     import torch.distributed as dist
-
-    from ds_silent.practice.probe import LENGTH, ROWS
-    from ds_silent.practice.probe import VOCABULARY as TOKENS
+    from probe import LENGTH, ROWS
+    from probe import VOCABULARY as TOKENS
 
     rows = torch.Generator().manual_seed(99 + dist.get_rank())
     return [torch.randint(0, TOKENS, (ROWS, LENGTH), generator=rows) for _ in range(count)]
@@ -93,8 +92,7 @@ def schedule(watch: Watch, kind: str, params: dict[str, Any], promised: str) -> 
     DeepSpeed's schedules start before their own step 0: the first two steps have the same rate.
     """
     import torch
-
-    from ds_silent.practice.probe import Probe
+    from probe import Probe
 
     torch.manual_seed(SEED)
     model = Probe(None)
@@ -150,8 +148,7 @@ def accumulated(
     ``scaled``: the script divides by the number of micro-batches itself, and says so by ``scale_wrt_gas=False``.
     """
     import torch
-
-    from ds_silent.practice.probe import Probe
+    from probe import Probe
 
     torch.manual_seed(SEED)
     model = Probe(None)

@@ -27,8 +27,8 @@ import ds_silent
 import ds_silent.exchange.rows
 from ds_silent.drill.faults.injection import Injection
 from ds_silent.drill.train_deepspeed import EngineHooks
+from ds_silent.drill.training import hash_of
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import hash_of
 
 from .errors import Error, Errors
 from .methods import METHODS

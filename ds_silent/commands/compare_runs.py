@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 
+from ds_silent.commands.measuring import write_json as write_as_json
 from ds_silent.comparison import ComparisonError, TraceError, compare
 from ds_silent.comparison.output import print_comparison, write_json, write_junit
 from ds_silent.json_form import to_json
@@ -76,10 +75,8 @@ def _curves(given: Sequence[str], json_path: str | None) -> int:
     found = compare_curves(given[0], given[1])
     if not found:
         raise ComparisonError("the two runs have measured no step of the same number; compare runs that overlap")
-    if json_path is not None:
-        rows = [{**asdict(one), "blocks": one.blocks, "verdict": one.verdict} for one in found]
-        text = json.dumps(to_json({"sentence": curves_sentence(found), "curves": rows}), allow_nan=False, indent=1)
-        Path(json_path).write_text(f"{text}\n", encoding="utf-8")
+    rows = [{**asdict(one), "blocks": one.blocks, "verdict": one.verdict} for one in found]
+    write_as_json(json_path, to_json({"sentence": curves_sentence(found), "curves": rows}))
     print_curves(found, given, _console())
     return TOGETHER
 

@@ -249,12 +249,10 @@ def _broke(name: str, error: Exception) -> CheckResult:
 
 
 def exit_code(results: Sequence[CheckResult]) -> int:
-    """Return the status of the worst."""
     return max((CODES[result.state] for result in results), default=0)
 
 
 def table_of(results: Sequence[CheckResult]) -> Table:
-    """Return the table that is printed."""
     columns = (Column(heading, overflow="fold") for heading in ("what", "state", "found", "remedy"))
     table = Table(*columns, title="ds-silent doctor", title_justify="left")
     colours = {"ok": "green", "note": "yellow", "doubtful": "yellow", "missing": "red"}

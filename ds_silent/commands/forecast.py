@@ -30,22 +30,20 @@ def forecast_lines(
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
     yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
-    yield f"  read        {READ_BY}"
+    yield (
+        "  read        by ds_silent.initialize, ds_silent.attach(engine), or deepspeed --module ds_silent train.py; "
+        "DeepSpeed alone reads past the block without a word"
+    )
     if config.preflight:
         yield "  preflight   before step 1: weights, generators, sampler, hyper-parameters, configuration, versions"
     yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
-    if direction.method == "off":
-        yield "  direction   off"
-        yield f"  sends       {_collective(config, ds_config, world_size)}"
-    else:
-        yield f"  direction   {_direction(direction)}"
-        yield f"  sends       {_collective(config, ds_config, world_size)}"
+    yield f"  direction   {_direction(direction)}"
+    yield f"  sends       {_collective(config, ds_config, world_size)}"
+    if direction.method != "off":
         host, device = (size_text(_working_memory(direction.sketch_size, world_size, kind)) for kind in ("cpu", "meta"))
         yield f"  keeps       {host} per rank where gradients are on the CPU, {device} where on an accelerator"
         if direction.method == "exact" or direction.exact_interval:
-            free = "from the pieces that the ordered reduction exchanges; nothing more is sent"
-            found = free if config.reduction == "ordered" else _exact(config, ds_config, world_size, parameters)
-            yield f"  exact       {found}"
+            yield f"  exact       {_exact(config, ds_config, world_size, parameters)}"
         yield from _said_by_fields(direction)
     if config.reduction == "ordered":
         yield from _ordered_lines(config, ds_config, parameters)
@@ -92,23 +90,16 @@ def _said_by_fields(block: BaseModel) -> Iterator[str]:
             yield f"  {title:<11} {text.format_map(dict(block))}"
 
 
-READ_BY = (
-    "by ds_silent.initialize, ds_silent.attach(engine), or deepspeed --module ds_silent train.py; DeepSpeed alone "
-    "reads past the block without a word"
-)
-
-
 def _alert_lines(config: SilentConsistencyConfig) -> Iterator[str]:
     """Who is told; their addresses are secrets."""
     for number, alert in enumerate(config.alerts):
         who = masked(alert.address).strip('"')
         worst = {"info": "every event", "warning": "warnings and errors", "error": "errors"}[alert.level]
-        title = "alerts" if number == 0 else ""
+        title = "" if number else "alerts"
         yield f"  {title:<11} {who}: {worst}, at most {alert.at_most_per_hour} in an hour, from rank 0"
 
 
 def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> Iterator[str]:
-    """What the checks of the reduction and of the replicas do, keep and send."""
     size = config.direction.sketch_size
     if config.integrity.aggregation and config.direction.method == "off":
         yield "  reduction   not checked: that needs the sketches, which direction.method off does not make"
@@ -132,14 +123,14 @@ def _response_lines(
     respond, resync = config.respond, config.resync
     halves = (name for name in ("bf16", "fp16") if switched_on(section(ds_config, name), "enabled"))
     dtype = next(halves, "fp32")
-    width = 4 if dtype == "fp32" else 2
-    size = f"{width} bytes per parameter" if parameters is None else f"{size_text(width * parameters)} in {dtype}"
+    size = _copy(parameters, 4 if dtype == "fp32" else 2) + (f" in {dtype}" if parameters is not None else "")
     waits = "each step waits for its own check"
     if respond.on_aggregation_error == "retry":
         times = f"up to {respond.retries} times"
         then = "goes on and says so" if respond.on_failed_retry == "report" else "ends with exit status 3"
-        ordered = config.reduction == "ordered"
-        copy = "keeps no copy of its own" if ordered else f"keeps a copy of the local gradient ({size})"
+        copy = f"keeps a copy of the local gradient ({size})"
+        if config.reduction == "ordered":
+            copy = "keeps no copy of its own"
         yield f"  retry       a wrong reduction is repeated {times} before it is used; then the training {then}"
         yield f"              {copy}; {waits}"
     elif respond.on_aggregation_error == "stop":
@@ -168,21 +159,23 @@ def _ordered_lines(
     steps = steps if isinstance(steps, int) else 1
     pairing = config.ordered.micro_batches
     waiting = steps.bit_length() - 1 if pairing == "contiguous" else steps // 2
-    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
     until = " until the optimizer has run, beside their mean" * (config.respond.on_aggregation_error == "retry")
     yield f"  ordered     same bits however the step's micro-batches, {pairing}, are spread over ranks and accumulation"
-    sums = "one fp32 gradient" if not waiting else f"up to {1 + waiting} fp32 gradients"
-    yield f"              keeps {sums} of {size} where DeepSpeed accumulates one{until}"
+    sums = f"up to {1 + waiting} fp32 gradients" if waiting else "one fp32 gradient"
+    yield f"              keeps {sums} of {_copy(parameters)} where DeepSpeed accumulates one{until}"
     yield f"              exchanges pieces within {config.ordered.memory_mb} MiB, instead of DeepSpeed's reduction"
 
 
+def _copy(parameters: int | None, width: int = 4) -> str:
+    return f"{width} bytes per parameter" if parameters is None else size_text(width * parameters)
+
+
 def _direction(direction: DirectionConfig) -> str:
+    if direction.method != "sketch":
+        return {"off": "off", "exact": "exact cosines at every measurement"}[direction.method]
     size = direction.sketch_size
-    sketch = f"sketch of {size} numbers, standard error of one cosine about {size**-0.5:.2g}"
-    if direction.method == "exact":
-        return "exact cosines at every measurement"
     exact = f", checked exactly every {direction.exact_interval} measurements" if direction.exact_interval else ""
-    return sketch + exact
+    return f"sketch of {size} numbers, standard error of one cosine about {size**-0.5:.2g}{exact}"
 
 
 def _collective(config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int) -> str:
@@ -243,6 +236,8 @@ def _exact(
     config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None
 ) -> str:
     """The extra memory and traffic of the exact method; see ``ds_silent.exchange.exact``."""
+    if config.reduction == "ordered":
+        return "from the pieces that the ordered reduction exchanges; nothing more is sent"
     zero = zero_section(ds_config)
     stage = zero["stage"]
     copies = stage in (2, 3) or (stage == 1 and bool(zero.get("overlap_comm")))
@@ -253,5 +248,4 @@ def _exact(
     if not copies:
         return f"{sent}; no copy of the gradient"
     why = f"ZeRO stage {stage}" + (" with overlap_comm" if stage == 1 else "")
-    size = "4 bytes per parameter" if parameters is None else size_text(4 * parameters)
-    return f"{sent}; and one fp32 copy of the gradient ({size}), because {why} keeps none"
+    return f"{sent}; and one fp32 copy of the gradient ({_copy(parameters)}), because {why} keeps none"

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ds_silent.config import BLOCK, SKETCH_SIZES, TRACE_SIZES, SilentConsistencyConfig
+from ds_silent.config import BLOCK, SilentConsistencyConfig
 from ds_silent.config.fields import OF_A_FIELD
 from ds_silent.records import FORMAT, Event, StepRecord
 
@@ -52,12 +52,6 @@ def written(name: Name) -> str:
 def _of_the_block() -> dict[str, Any]:
     block = _plain(SilentConsistencyConfig.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = block.pop("$defs")
-    for kind, key, (low, high) in (
-        ("DirectionConfig", "sketch_size", SKETCH_SIZES),
-        ("TraceConfig", "size", TRACE_SIZES),
-    ):
-        sizes = [2**power for power in range(low.bit_length() - 1, high.bit_length())]
-        definitions[kind]["properties"][key]["enum"] = sizes
     return {
         "$schema": DRAFT,
         "$id": "urn:ds-silent:block",
@@ -75,13 +69,17 @@ def _plain(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     named = {"properties", "$defs"}  # their keys are names of the block, whatever they are
-    return {
+    plain = {
         key: {name: _plain(inner) for name, inner in value.items()}
         if key in named
         else (_sentence(value) if key == "description" else _plain(value))
         for key, value in schema.items()
         if key not in (*OF_A_FIELD, "title")
     }
+    if "power_of_two" in schema:
+        low, high = schema["power_of_two"]
+        plain["enum"] = [2**power for power in range(low.bit_length() - 1, high.bit_length())]
+    return plain
 
 
 def _sentence(text: str) -> str:
@@ -130,7 +128,6 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(directory: str) -> None:
-    """Write all of them."""
     for name in NAMES:
         Path(directory, f"{name}.json").write_text(written(name), encoding="utf-8")
 

@@ -46,8 +46,6 @@ from ds_silent.text import shown
 BLOCK = "silent_consistency"
 _SHORT_NAMES = ("silent", "dssilent")
 _COMMENT_MARKS = ("_", "#", "/")  # how people take a key out of a JSON file without deleting it
-SKETCH_SIZES = (256, 1_048_576)
-TRACE_SIZES = (64, 16_384)
 
 
 class ConfigError(ValueError):
@@ -64,7 +62,7 @@ class DirectionConfig(Block):
     method: Literal["sketch", "exact", "off"] = choice("sketch", "exact", "off")
     """``sketch``: k numbers per rank. ``exact``: the true cosine matrix, for the traffic of one reduce-scatter."""
 
-    sketch_size: int = power_of_two(16_384, *SKETCH_SIZES)
+    sketch_size: int = power_of_two(16_384, 256, 1_048_576)
     """k, fp32 numbers per rank and step; the standard error of one cosine is about 1/sqrt(k)."""
 
     exact_interval: int = whole(0, 0)
@@ -178,7 +176,7 @@ class TraceConfig(Block):
     interval: int = whole(1, 1)
     """Measurements from one line to the next."""
 
-    size: int = power_of_two(256, *TRACE_SIZES)
+    size: int = power_of_two(256, 64, 16_384)
     """Numbers of a gradient's sketch in a line."""
 
     _power_of_two = field_validator("size")(is_power_of_two)

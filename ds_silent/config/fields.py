@@ -100,7 +100,6 @@ def block_type(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def is_list(model: type[BaseModel], key: str) -> bool:
-    """Tell whether a field is a list of blocks."""
     return get_origin(model.model_fields[key].annotation) is tuple
 
 

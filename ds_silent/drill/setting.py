@@ -134,7 +134,6 @@ class DrillSetting:
         return replace(self, config=config, block=parsed)
 
     def probing(self) -> DrillSetting:
-        """Switch the probe on."""
         config = {**self.config, BLOCK: {**self.config[BLOCK], "probe": True}}
         return replace(self, config=config, block=self.block.model_copy(update={"probe": True}))
 
@@ -183,14 +182,13 @@ class DrillSetting:
         if self.framework == "deepspeed":
             from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config  # it may not be installed
 
-            return refuse_unsupported_config(config, block)
-        if block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
+            refuse_unsupported_config(config, block)
+        elif block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
             raise ConfigError("only a reduction of DeepSpeed can be repeated or ordered")
-        repairs = block.respond.on_replica_drift != "report" or block.resync.mode != "off"
-        no_repair = FRAMEWORKS[self.framework].no_repair
-        if repairs and no_repair:
-            raise ConfigError(no_repair)
-        return None
+        elif (why := FRAMEWORKS[self.framework].no_repair) and (
+            block.respond.on_replica_drift != "report" or block.resync.mode != "off"
+        ):
+            raise ConfigError(why)
 
 
 def make_setting(

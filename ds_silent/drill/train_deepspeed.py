@@ -59,17 +59,18 @@ class EngineHooks(Hooks):
     def __enter__(self) -> EngineHooks:
         injection, patches = self.injection, self.patches
         if injection.reduction is not None or injection.repetition is not None:
-            patches.wrap(deepspeed.comm, "all_reduce", self._reduce)
-            patches.wrap(deepspeed.comm, "reduce", self._reduce)
+            for name in ("all_reduce", "reduce"):
+                places = {"backward": "reduction", "repetition": "repetition"}
+                patches.wrap(deepspeed.comm, name, partial(self._run, places))
         if injection.repetition is not None:
             patches.wrap(self._engine, "buffered_allreduce_fallback", self._repeat)
             if hasattr(self._engine.optimizer, "reduce_gradients"):
                 patches.wrap(self._engine.optimizer, "reduce_gradients", self._repeat)
         if injection.pieces is not None:
-            patches.wrap(dist, "all_to_all_single", partial(self._run, "backward", "pieces"))
+            patches.wrap(dist, "all_to_all_single", partial(self._run, {"backward": "pieces"}))
         self.damage_repairs()
         if injection.gathering is not None:
-            patches.wrap(deepspeed.comm, "all_gather_into_tensor", partial(self._run, "update", "gathering"))
+            patches.wrap(deepspeed.comm, "all_gather_into_tensor", partial(self._run, {"update": "gathering"}))
         if injection.update is not None or injection.updated is not None:
             patches.wrap(self._engine.basic_optimizer, "step", self._apply)
         self.after_capture([(n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad])
@@ -96,13 +97,6 @@ class EngineHooks(Hooks):
     def repairing(self) -> bool:
         return self.phase == "update"
 
-    def _reduce(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = {"backward": "reduction", "repetition": "repetition"}.get(self.phase or "")
-        if place is None or getattr(self.injection, place) is None:
-            return original(tensor, *args, **kwargs)
-        self.collective(place, tensor, partial(original, tensor, *args, **kwargs))
-        return None
-
     def _repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.phase != "update":
             return original(*args, **kwargs)
@@ -112,9 +106,11 @@ class EngineHooks(Hooks):
         return result
 
     def _run(
-        self, phase: str, place: str, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+        self, places: Mapping[str, str], original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.phase != phase:
+        """Let the injection act at the place of ``places`` that the training's phase is."""
+        place = places.get(self.phase or "")
+        if place is None or getattr(self.injection, place) is None:
             return original(tensor, *args, **kwargs)
         self.collective(place, tensor, partial(original, tensor, *args, **kwargs))
         return None
@@ -166,15 +162,6 @@ class DeepSpeedTraining(DrillTraining):
 
     def close(self) -> None:
         self.engine.destroy()
-
-
-def full_parameters(engine: Any) -> list[Tensor]:
-    """Clone every parameter, whole, in its training dtype."""
-    parameters = []
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
-            parameters.append(parameter.detach().clone())
-    return parameters
 
 
 def _leave_out(engine: Any, hooks: Hooks) -> None:

@@ -23,14 +23,7 @@ from torch import Tensor
 from ds_silent.drill.megatron_on_cpu import parallel
 from ds_silent.drill.setting import DrillSetting
 from ds_silent.drill.train_torch import LoopTraining
-from ds_silent.drill.training import (
-    LARGEST_BUCKET,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
-    DrillTraining,
-    Hooks,
-    Script,
-)
+from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, DrillTraining, Hooks, Script
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
 from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
 from ds_silent.observing.observer import Observer
@@ -42,7 +35,6 @@ class MegatronTraining(LoopTraining):
     @classmethod
     @contextmanager
     def running(cls, setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
-        """Train until the training is over. A collective."""
         with parallel(), cls(setting, script).reached() as practice:
             yield practice
 

@@ -60,7 +60,9 @@ class LoopTraining(DrillTraining):
         if injection.loss is not None:  # the model computes the loss, and on this rank another one
             self.module.register_forward_hook(lambda module, given, loss: hooks.act("loss", loss, hooks.step))
         if injection.updated is not None:
-            self.optimizer.register_step_post_hook(self._updated)
+            self.optimizer.register_step_post_hook(
+                lambda optimizer, *given: hooks.act("updated", self.module, optimizer, hooks.step)
+            )
 
     def train(self, batch: Batch, count: int) -> Tensor:
         with self.reduces(self.hooks.last):
@@ -73,12 +75,8 @@ class LoopTraining(DrillTraining):
         if not self.hooks.act("kept", self.hooks.step):
             self.optimizer.zero_grad()
 
-    def _updated(self, optimizer: Any, *args: Any) -> None:
-        self.hooks.act("updated", self.module, optimizer, self.hooks.step)
-
 
 def adamw(script: Script, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the drill's optimizer of what is trainable."""
     return torch.optim.AdamW(script.groups(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 

@@ -155,11 +155,7 @@ def batch_of(tokens: Tensor, labels: Tensor) -> Inputs:
     ids = torch.where(columns < length - 1, tokens, torch.where(columns == length - 1, END, PADDING))
     ids[:, 0] = BEGIN
     trained = (labels != IGNORED) & (columns < length)
-    return {
-        "input_ids": ids,
-        "labels": torch.where(trained, ids, IGNORED),
-        "attention_mask": (columns < length).long(),
-    }
+    return {"input_ids": ids, "labels": torch.where(trained, ids, IGNORED), "attention_mask": (columns < length).long()}
 
 
 class LanguageModel(nn.Module):

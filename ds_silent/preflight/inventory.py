@@ -180,26 +180,24 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def generator_items(module: nn.Module) -> list[Item]:
     """Seeds of torch and the device, and states of all generators: see the module docstring for ``alike``."""
-    items = [
-        item_of("torch seed", "generators", lambda: str(torch.initial_seed()), None, "alike", "warning"),
-        item_of("device seed", "generators", lambda: str(initial_seed()), None, "alike", "warning"),
-    ]
     states = rng_hashes()
-    for name, state in states.items():
-        items.append(item_of(f"{name} generator's state", "generators", state, None, "alike", "warning"))
-    dropping, state = dropout_modules(module), states["device"]
+    found: dict[str, Hash | Callable[[], str]] = {
+        "torch seed": lambda: str(torch.initial_seed()),
+        "device seed": lambda: str(initial_seed()),
+        **{f"{name} generator's state": state for name, state in states.items()},
+    }
+    items = [item_of(name, "generators", value, None, "alike", "warning") for name, value in found.items()]
+    dropping, state = list(dropout_probabilities(module)), states["device"]
     shown = f"{shown_hash(state)} ({len(dropping)} modules with dropout, first: {dropping[0]})" if dropping else "none"
     expectation: Expectation = "better different" if dropping else "free"
     return [*items, item_of("dropout's masks", "generators", state, shown, expectation, "info")]
 
 
-def dropout_modules(module: nn.Module) -> list[str]:
-    """Names of the modules that drop something: torch's own, and those that hand a probability to a function."""
-    return list(dropout_probabilities(module))
-
-
 def dropout_probabilities(module: nn.Module) -> dict[str, float]:
-    """The largest probability of each such module, by its name."""
+    """The largest probability of each module that drops something, by its name.
+
+    Those are torch's own, and modules that hand a probability to a function.
+    """
     found = {}
     for name, inner in module.named_modules():
         own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []

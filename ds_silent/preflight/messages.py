@@ -173,10 +173,6 @@ _PLAIN = {
 """What the table says of several items that are as expected, by :func:`verdict`."""
 
 
-def _plain(one: ItemOutcome) -> str:
-    return _PLAIN.get(verdict(one), verdict(one))
-
-
 def table(outcome: PreflightOutcome) -> Table:
     """What is not as expected, and one row for the rest of each group."""
     ranks = f"{outcome.world_size} rank{'s' * (outcome.world_size != 1)}"
@@ -187,7 +183,7 @@ def table(outcome: PreflightOutcome) -> Table:
         members = [one for one in outcome.items if one.item.group == group]
         fine = [one for one in members if one.ok]
         if fine:
-            verdicts = Counter(_plain(one) for one in fine)
+            verdicts = Counter(_PLAIN.get(short := verdict(one), short) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
             drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
         wrong = [one for one in members if not one.ok]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture import step
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from ds_silent.rules.rule import Breach, Rule
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed

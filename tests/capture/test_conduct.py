@@ -21,7 +21,7 @@ import ds_silent
 from ds_silent.capture.settings_check import MOST_QUESTIONS, differing
 from ds_silent.drill.verdicts import alarms
 from ds_silent.exchange.observation import Code
-from ds_silent.preflight.inventory import dropout_modules, generator_items
+from ds_silent.preflight.inventory import dropout_probabilities, generator_items
 from ds_silent.preflight.messages import verdict as verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
@@ -374,9 +374,9 @@ def test_the_preflight_shows_dropout_whose_masks_are_equal() -> None:
 
 def test_what_drops() -> None:
     attention, without = nn.MultiheadAttention(4, 2, dropout=0.1), nn.MultiheadAttention(4, 2)
-    assert dropout_modules(nn.Sequential(attention, without)) == ["0"]
-    assert dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2), nn.Dropout2d(0.2))) == ["2"]
-    assert dropout_modules(nn.Sequential(nn.GELU())) == []
+    assert list(dropout_probabilities(nn.Sequential(attention, without))) == ["0"]
+    assert list(dropout_probabilities(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2), nn.Dropout2d(0.2)))) == ["2"]
+    assert list(dropout_probabilities(nn.Sequential(nn.GELU()))) == []
 
 
 def test_samples_that_were_published_early_are_asked_about_at_the_next_step() -> None:

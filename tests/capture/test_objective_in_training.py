@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.loss_graph import terms_of
+from ds_silent.drill.training import hash_of
 from ds_silent.drill.verdicts import alarms
-from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.capture.step import StepCapture, StepMoments
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.kernels.checksums import Checksums
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe
 from tests.support import ddp_training, training
 from tests.support.distributed import run_distributed
 

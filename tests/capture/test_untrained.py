@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
+from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.ddp import reduced_parameters
-from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 

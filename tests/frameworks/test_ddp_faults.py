@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import ds_silent
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.frameworks.torch_common import masters_of
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2

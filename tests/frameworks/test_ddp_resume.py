@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, build
 from tests.support.distributed import run_distributed

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

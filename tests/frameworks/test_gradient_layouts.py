@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.reduced_gradient import Remembered
+from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
-from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.config import ConfigError
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.megatron_training import MegatronCase, build, parallel

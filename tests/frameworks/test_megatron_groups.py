@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 from tests.support.megatron_training import MegatronCase, build_gpt, parallel, step_gpt, wrap

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
-from ds_silent.practice.probe import LENGTH, ROWS, hash_of
+from benchmarks.probe import LENGTH, ROWS
+from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_oracle import chunks as in_parts
 from tests.support.distributed import run_distributed

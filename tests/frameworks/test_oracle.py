@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_silent.practice.probe import LENGTH, ROWS
+from benchmarks.probe import LENGTH, ROWS
 from tests.support.distributed import run_distributed
 from tests.support.matrix import COVERING, FULL
 from tests.support.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train

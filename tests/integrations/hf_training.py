@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 VOCABULARY, LENGTH = 40, 12

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ds_silent.drill.training import hash_of
 from ds_silent.integrations import BLOCK_FILE
-from ds_silent.practice.probe import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 ROWS, WIDTH, BATCH = 64, 8, 4

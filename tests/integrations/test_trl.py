@@ -13,7 +13,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 import torch
 import torch.distributed as dist
 
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from finetune.models import EMBEDDED
 from tests.frameworks.test_ways_in import free_port, run

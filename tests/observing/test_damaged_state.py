@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.integrations.callback_config import go_on
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_metrics
 from tests.support.ddp_training import DDPCase, build
 from tests.support.distributed import run_distributed

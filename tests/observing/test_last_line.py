@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from tests.support.ddp_training import DDPCase, build
 from tests.support.distributed import run_distributed
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from benchmarks.probe import LENGTH, VOCABULARY
 from ds_silent.exchange.collectives import let_gloo_end_first
 from ds_silent.measure.row_tracker import RowTracker
-from ds_silent.practice.probe import LENGTH, VOCABULARY
 from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.watch.watch_command import HEALTHY, WARNING, status_of

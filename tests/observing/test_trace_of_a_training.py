@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.frameworks.ddp import attach_ddp
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_metrics
 from ds_silent.trace import Step, read_trace
 from tests.frameworks.test_ddp_faults import signs

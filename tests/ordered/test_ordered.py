@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_silent.drill.training import hash_of
 from ds_silent.ordered.exchange import CPU_MEMORY_MB, LongVector, OrderedExchange, covers, gather_runs, joined
 from ds_silent.ordered.tree import LocalTree, exponent_of, global_norm, norm_of, square_sums, sum_rows
-from ds_silent.practice.probe import hash_of
 from tests.support.distributed import run_distributed
 
 PAIRINGS = ("contiguous", "interleaved")

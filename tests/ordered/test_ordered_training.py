@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from tests.frameworks.test_oracle import check_events, check_integrity, check_record
 from tests.ordered.test_ordered import PAIRINGS, by_recursion
 from tests.support.distributed import run_distributed

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_silent.practice.probe import hash_of
+from ds_silent.drill.training import hash_of
 from ds_silent.practice.ranks import RankBroke, results_of
 from tests.support.distributed import wait_for
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_silent.drill.training import hash_of
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import hash_of
 from ds_silent.rules.batch import EVERY, LOOKED_AT, BatchContents, Counts, SpecialTokens, _verdicts, counts_of
 from tests.rules.small_models import BEGIN, END, PADDING, model_of, words
 

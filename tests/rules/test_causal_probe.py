@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ds_silent
+from ds_silent.drill.training import hash_of
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import hash_of
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.sinks.jsonl import read_events
 from tests.rules.small_models import PADDING, model_of, words

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_silent
+from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.fsdp2 import reshard
-from ds_silent.practice.probe import hash_of
 from ds_silent.rules import weights_in_use
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_silent
+from ds_silent.drill.training import hash_of
 from ds_silent.framework import GatheredPiece, WeightCopy
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import hash_of
 from ds_silent.rules import weights_in_use
 from ds_silent.rules.batch import EVERY, LOOKED_AT
 from ds_silent.rules.weights_in_use import SAMPLES, GatheredWeights, WeightsInUse, unequal_samples

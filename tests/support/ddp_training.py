@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
-from ds_silent.practice.probe import DTYPES, Probe
+from benchmarks.probe import DTYPES, Probe
 from tests.support.training import Case, Trace, batches_of, oracle_step, trace_of, whole
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_silent
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, WIDTH, Probe
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import gather_limit_of
 from tests.support.repairs import state_of

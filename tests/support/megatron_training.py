@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from benchmarks.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from ds_silent.drill.megatron_on_cpu import parallel
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe
 from megatron_gpt import GptShape, gpt_models, take_step
 from tests.support.training import Case, Trace, batches_of, oracle_step, trace_of
 

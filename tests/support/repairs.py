@@ -17,9 +17,9 @@ from ds_silent.drill import training as drill_training
 from ds_silent.drill.faults.aggregate import flip_some
 from ds_silent.drill.faults.injection import Maker, Target, add_noise, once, one
 from ds_silent.drill.faults.update import skipped
+from ds_silent.drill.training import hash_of
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches
-from ds_silent.practice.probe import hash_of
 from tests.support.training import Case, engine_of, one_step
 
 STEPS, FAULT, RANKS, ODD = 6, 3, 4, 2

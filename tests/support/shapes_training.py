@@ -20,8 +20,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.train_deepspeed import full_parameters
-from ds_silent.practice.probe import hash_of
+from benchmarks.probe import full_parameters
+from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 WIDTH, LENGTH, ROWS, CLASSES, RATE = 8, 6, 2, 5, 0.1

@@ -19,12 +19,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.train_deepspeed import full_parameters
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY, Probe, full_parameters
+from ds_silent.drill.training import hash_of
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.frameworks.ddp import attach_ddp
 from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
-from ds_silent.practice.probe import LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from tests.support import ddp_training, megatron_training
 from tests.support.ddp_training import DDPCase, FSDP2Case
 from tests.support.distributed import gather_limit_of

@@ -1,6 +1,6 @@
 """A small real training under DeepSpeed, and the naive float64 oracle of everything a record says about it.
 
-The model is the package's own (``ds_silent.practice.probe``).
+The model is the benchmarks' too (``benchmarks.probe``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import ds_silent
-from ds_silent.drill.train_deepspeed import full_parameters
+from benchmarks.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, full_parameters
+from ds_silent.drill.training import hash_of
 from ds_silent.exchange.layout import GATHER_LIMIT
-from ds_silent.practice.probe import DTYPES, LENGTH, ROWS, VOCABULARY, Probe, hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import gather_limit_of
 

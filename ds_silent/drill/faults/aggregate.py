@@ -11,6 +11,7 @@ gradients are healthy, and only what becomes of them is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,11 @@ from ds_silent.drill.faults.injection import (
 )
 
 UNREDUCED = "position.weight"  # a whole layer, in one owner's partition
-ALIKE = 104_729  # seed of noise that is the same on all ranks
 
 
-def noise_of(target: Target, seed: int) -> Callable[[Tensor], None]:
-    """Adds noise of ``target.size`` times the norm."""
-    generator = torch.Generator().manual_seed(seed)
+def noise_of(target: Target, me: int | None = None) -> Callable[[Tensor], None]:
+    """Adds noise of ``target.size`` times the norm: of rank ``me`` alone, or the same on all."""
+    generator = torch.Generator().manual_seed(104_729 if me is None else 7919 + me)
     return lambda values: add_noise(values, target.size, generator)
 
 
@@ -50,7 +50,7 @@ def weighted_contribution(weight: float, target: Target, me: int) -> Injection:
 
 # the last micro-batch's gradient is computed, and never accumulated
 missing_micro_batch = changing(
-    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None,
+    captured=lambda target, name, gradient, last, step: torch.zeros_like(gradient) if last else None
 )
 
 
@@ -89,19 +89,17 @@ def _result(under_way: Collective, change: Callable[[Tensor], object]) -> None:
 
 
 forgotten_division = changing(
-    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks))),
+    reduction=lambda target, under_way: _result(under_way, lambda values: values.mul_(float(target.ranks)))
 )
 
 
 def noisy_result(target: Target, me: int) -> Injection:
     """The same noise on all ranks."""
-    noise = noise_of(target, ALIKE)
-    return Injection(reduction=lambda under_way: _result(under_way, noise))
+    return Injection(reduction=partial(_result, change=noise_of(target)))
 
 
 def noisy_result_of_its_own(target: Target, me: int) -> Injection:
-    noise = noise_of(target, 7919 + me)
-    return Injection(reduction=lambda under_way: _result(under_way, noise))
+    return Injection(reduction=partial(_result, change=noise_of(target, me)))
 
 
 # the top exponent bit of nine elements of every bucket

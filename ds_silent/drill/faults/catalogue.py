@@ -231,7 +231,7 @@ _GRADIENTS = (
           says=("learning rate",)),
     _set("weight-decay-later", one(once(partial(inputs.hyper_parameter_later, "weight_decay", operator.add))),
           "one rank's weight decay grows by 0.05 in mid-training", size=0.05, says=("weight decay",)),
-    _set("betas-later", one(once(partial(inputs.hyper_parameter_later, "betas", inputs.first_beta))),
+    _set("betas-later", one(once(partial(inputs.hyper_parameter_later, "betas", lambda betas, new: (new, *betas[1:])))),
           "one rank's first beta becomes 0.5 in mid-training", size=0.5, says=("betas",)),
     # in stage 0 DeepSpeed reduces what requires a gradient, and buckets of different sizes end its own reduction
     _set("frozen-trained", one(once(inputs.unfrozen)), "one rank trains a parameter that is frozen on the others",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,13 +142,9 @@ def _change_groups(optimizer: Any, name: str, change: NewValue, target: Target) 
         group[name] = change(group[name], target.size)
 
 
-def first_beta(value: Any, size: float) -> Any:
-    return (size, *value[1:])
-
-
 # a value that no collective depends on: another bucket size would hang the training instead
 config_value = changing(
-    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size},
+    config=lambda target, config: {**config, "gradient_clipping": config.get("gradient_clipping", 1.0) + target.size}
 )
 
 
@@ -270,7 +267,7 @@ def out_of_phase(target: Target, me: int) -> Injection:
 clipped_gradient = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * (target.size / gradient.norm().clamp(min=1e-30)).clamp(max=1.0)
-    ),
+    )
 )
 scaled_gradient = changing(gradient=lambda target, name, gradient, step: gradient * target.size)
 
@@ -286,12 +283,10 @@ zero_gradient = changing(gradient=lambda target, name, gradient, step: torch.zer
 scaled_layer = changing(
     gradient=lambda target, name, gradient, step: (
         gradient * target.size if name.startswith(f"{LAST_LAYER}.") else gradient
-    ),
+    )
 )
 frozen_layers = changing(
-    gradient=lambda target, name, gradient, step: (
-        torch.zeros_like(gradient) if name.startswith("layers.") else gradient
-    ),
+    gradient=lambda target, name, gradient, step: torch.zeros_like(gradient) if name.startswith("layers.") else gradient
 )
 
 
@@ -308,16 +303,7 @@ def stuck_gradient(target: Target, me: int) -> Injection:
     return Injection(gradient=again)
 
 
-def infinite_element(target: Target, me: int) -> Injection:
-    return _largest_element(lambda flat, place: flat[place : place + 1].fill_(float("inf")))
-
-
-def flipped_element(target: Target, me: int) -> Injection:
-    """The top exponent bit of the element."""
-    return _largest_element(lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))
-
-
-def _largest_element(change: Callable[[Tensor, int], object]) -> Injection:
+def _largest_element(change: Callable[[Tensor, int], object], target: Target, me: int) -> Injection:
     """Of the first gradient that comes, and nothing else."""
     done: list[str] = []
 
@@ -331,3 +317,7 @@ def _largest_element(change: Callable[[Tensor, int], object]) -> Injection:
         return corrupted
 
     return Injection(gradient=hit)
+
+
+infinite_element = partial(_largest_element, lambda flat, place: flat[place : place + 1].fill_(float("inf")))
+flipped_element = partial(_largest_element, lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
@@ -95,7 +96,7 @@ def _grow(tensors: Iterable[Tensor]) -> None:
 
 weights_alone = changing(before=lambda target, module, optimizer, step: _grow(p for p in module.parameters()))
 masters_alone = changing(
-    before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"]),
+    before=lambda target, module, optimizer, step: _grow(p for g in optimizer.param_groups for p in g["params"])
 )
 
 
@@ -147,24 +148,18 @@ def _columns(inputs: Inputs) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
 
-def no_label(inputs: Inputs) -> Inputs:
-    return {**inputs, "labels": torch.full_like(inputs["labels"], IGNORED)}
+def _with(name: str, make: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Inputs]:
+    return lambda inputs: {**inputs, name: make(inputs)}
 
 
-def shifted_labels(inputs: Inputs) -> Inputs:
-    return {**inputs, "labels": torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)}
-
-
-def two_begins(inputs: Inputs) -> Inputs:
-    return {**inputs, "input_ids": inputs["input_ids"].where(_columns(inputs) != 1, BEGIN)}
-
-
-def ends_ignored(inputs: Inputs) -> Inputs:
-    return {**inputs, "labels": inputs["labels"].where(inputs["input_ids"] != END, IGNORED)}
-
-
-def padding_trained(inputs: Inputs) -> Inputs:
-    return {**inputs, "labels": inputs["labels"].where(inputs["attention_mask"] != 0, inputs["input_ids"])}
+no_label = _with("labels", lambda inputs: torch.full_like(inputs["labels"], IGNORED))
+shifted_labels = _with("labels", lambda inputs: F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED))
+two_begins = _with("input_ids", lambda inputs: inputs["input_ids"].where(_columns(inputs) != 1, BEGIN))
+ends_ignored = _with("labels", lambda inputs: inputs["labels"].where(inputs["input_ids"] != END, IGNORED))
+padding_trained = _with(
+    "labels", lambda inputs: inputs["labels"].where(inputs["attention_mask"] != 0, inputs["input_ids"])
+)
+packed_under_mask = _with("position_ids", lambda inputs: _columns(inputs) % 8)
 
 
 def padding_attended(inputs: Inputs) -> Inputs:
@@ -172,10 +167,6 @@ def padding_attended(inputs: Inputs) -> Inputs:
     padding = inputs["attention_mask"].eq(0).sum(1, keepdim=True)
     places = (_columns(inputs) - padding) % inputs["input_ids"].shape[1]
     return {name: inputs[name].gather(1, places) for name in ("input_ids", "labels")}
-
-
-def packed_under_mask(inputs: Inputs) -> Inputs:
-    return {**inputs, "position_ids": _columns(inputs) % 8}
 
 
 def packed_with_cache(inputs: Inputs) -> Inputs:
@@ -247,13 +238,11 @@ def miscounted(wrong: Callable[[Tensor], Tensor], adam: Any, lists: Lists, setti
 
 
 def twice(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Update once more."""
     adam(*lists, **settings)
     adam(*lists, **settings)
 
 
 def without_first(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Leave the first tensor as it is."""
     adam(*([*each[1:]] for each in lists), **settings)
 
 
@@ -276,20 +265,17 @@ def only_counted(adam: Any, lists: Lists, settings: Settings) -> None:
 
 
 def halved_gradient(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Go by half of each gradient."""
     parameters, gradients, *others = lists
     adam(parameters, [0.5 * gradient for gradient in gradients], *others, **settings)
 
 
 def rounded_weights(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Leave weights that are rounded to bf16."""
     adam(*lists, **settings)
     for weights in lists[0]:
         weights.copy_(weights.bfloat16())
 
 
 def without_memory(adam: Any, lists: Lists, settings: Settings) -> None:
-    """Forget both moments before each step."""
     for moment in (*lists[2], *lists[3]):
         moment.zero_()
     adam(*lists, **settings)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_silent.drill.faults.aggregate import ALIKE, noise_of
+from ds_silent.drill.faults.aggregate import noise_of
 from ds_silent.drill.faults.injection import (
     NOTHING,
     Collective,
@@ -39,12 +39,12 @@ def wrong_factor(target: Target, me: int) -> Injection:
 
 def noisy_gradient(target: Target, me: int) -> Injection:
     """The optimizer gets the gradient with noise of ``size`` of its norm."""
-    return _applied(noise_of(target, ALIKE))
+    return _applied(noise_of(target))
 
 
 def noisy_gradient_of_its_own(target: Target, me: int) -> Injection:
     """The same, and another noise on each rank."""
-    return _applied(noise_of(target, 7919 + me))
+    return _applied(noise_of(target, me))
 
 
 def _applied(change: Callable[[Tensor], object]) -> Injection:
@@ -116,20 +116,12 @@ def _weights(optimizer: Any, number: int) -> Tensor:
 
 def in_update(change: Memory, target: Target, me: int) -> Injection:
     """``change`` while the framework steps: replicas are compared with it before the next forward."""
-    return Injection(updated=_without_gradient(change))
+    return Injection(updated=torch.no_grad()(change))
 
 
 def in_memory(change: Memory, target: Target, me: int) -> Injection:
     """``change`` when all of the step is over."""
-    return Injection(afterwards=_without_gradient(change))
-
-
-def _without_gradient(change: Memory) -> Memory:
-    def act(module: nn.Module, optimizer: Any, step: int) -> None:
-        with torch.no_grad():
-            change(module, optimizer, step)
-
-    return act
+    return Injection(afterwards=torch.no_grad()(change))
 
 
 def bits_of_two(target: Target, me: int) -> Injection:

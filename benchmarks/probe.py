@@ -1,21 +1,16 @@
-"""Compare trainings bit by bit or with plain torch: a tiny language model with what bites, and a hash of its state.
+"""What tests and benchmarks train to compare bit by bit, or with plain torch: a tiny language model with what bites.
 
     model = Probe(checkpointing=None)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     loss = model(tokens, skip=False)
-    hash_of(model.parameters())          # 64 hexadecimal digits; equal only where every bit is
 
 Weights tied between embedding and output, a frozen parameter, a layer that only some ranks (or only some micro-batches)
 use, a bias, a norm, and optional activation checkpointing of both kinds.
-
-The hash is another function than the responses' own checksum (:mod:`ds_silent.kernels.checksums`): who judges a repair
-must not believe it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +49,12 @@ class Probe(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def hash_of(values: Iterable[object]) -> str:
-    """Return the sha256 of tensors' bits, and of anything else as Python shows it, in their order."""
-    digest = hashlib.sha256()
-    for value in values:
-        if isinstance(value, Tensor):
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(value).encode())
-    return digest.hexdigest()
+def full_parameters(engine: Any) -> list[Tensor]:
+    """Clone every parameter of a DeepSpeed engine, whole, in its training dtype."""
+    import deepspeed
+
+    parameters = []
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            parameters.append(parameter.detach().clone())
+    return parameters
