@@ -249,8 +249,7 @@ class Alerts(Sink):
 def usable(to: str, environment: Mapping[str, str] = os.environ) -> Destination:
     """Return the destination, where this process can send to it.
 
-    Raises:
-        WrongDestination: it is none, its variable is not set, or the library that it needs is not installed.
+    Raises WrongDestination where it is none, its variable is not set, or the library that it needs is not installed.
     """
     destination = resolve(to, environment)
     if destination.form in TRACKERS and not installed(module := TRACKERS[destination.form]):
@@ -275,8 +274,7 @@ def refuse_unusable_alerts(wanted: Sequence[AlertConfig], environment: Mapping[s
 class FollowedEvents:
     """Send alerts from beside a run, of the warnings and errors that come into its ``events.jsonl``.
 
-    Raises:
-        ConfigError: one of them is none; one sentence without a secret.
+    Raises ConfigError where one of the destinations is none; one sentence without a secret.
     """
 
     def __init__(self, to: Sequence[str], run: str) -> None:

@@ -69,11 +69,7 @@ def compare(
 
 
 def read_names(path: Run) -> dict[str, str]:
-    """Read a map of names.
-
-    Raises:
-        ComparisonError: it is not {"name in A": "name in B"}.
-    """
+    """Read a map of names; ComparisonError where it is not {"name in A": "name in B"}."""
     shown = ascii(os.fspath(path))
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -105,15 +101,15 @@ class _Comparer:
 
     def result(self) -> TrainingComparison:
         """Judge all steps, up to a few behind the one that parts."""
-        judge = ChainJudge(self.bounds, self.pairs, None if self.third is None else Repetition(self.bounds))
-        followed = _Followed(self, judge) if self.third is not None else None
+        followed = None if self.third is None else _Followed(self, self.third)
+        judge = ChainJudge(self.bounds, self.pairs, None if followed is None else followed.repetition)
         if not self.pairs.tensors:  # a map of names is all that could help
             step, left_out = self.steps.steps[0][0], (*self.pairs.left_out, *self.steps.left_out)
             cause = "the models have no tensor in common; name counterparts with --map"
             return TrainingComparison(True, step, None, "settings", None, cause, left_out, settings=self.settings)
         case: Case | None = None
-        different, behind, last = False, 0, self.steps.steps[0][0]
         before: Differences | None = None
+        different, behind, last = False, 0, self.steps.steps[0][0]
         for number, (apart, after) in enumerate(pairwise(chain(self._differences(), (None,)))):
             assert apart is not None  # the end comes last
             if followed is not None:
@@ -140,7 +136,6 @@ class _Comparer:
         return Case(finding, apart, *held, loaded, number == 0, number <= 1, later)
 
     def _differences(self) -> Iterator[Differences]:
-        """Yield each pair of steps."""
         a, b = self.traces
         following = [*self.steps.steps[1:], None]
         one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
@@ -202,39 +197,36 @@ class _Comparer:
 class _Followed:
     """How far a repetition of A is from A, up to the step that is judged."""
 
-    def __init__(self, comparer: _Comparer, judge: ChainJudge):
-        assert comparer.third is not None
-        traces = comparer.traces[0], comparer.third
+    def __init__(self, comparer: _Comparer, third: Trace):
+        traces = comparer.traces[0], third
         steps = pair_steps(*traces)
         one, other = traces[0].at(steps.steps[0][0]), traces[1].at(steps.steps[0][1])
         self.pairs = pair_tensors(_head(one), _head(other), one.weights, other.weights, {})
-        self._judge, self._todo, self._traces = judge, list(steps.steps), traces
+        self.repetition = Repetition(comparer.bounds)
+        self._todo, self._traces, self._factor = list(steps.steps), traces, comparer.bounds.factor
         layers = {one.a: place for place, one in enumerate(self.pairs.layers)}
         tensors = {one.name: place for place, one in enumerate(self.pairs.tensors)}
         own = comparer.pairs
         self._layers = [layers.get(one.a, -1) for one in own.layers]
         self._tensors = [tensors.get(one.name, -1) for one in own.tensors]
-        self._factor = comparer.bounds.factor
 
     def until(self, step: int) -> None:
         """Take in the repetition's steps up to this one."""
-        repetition = self._judge.repetition
-        assert repetition is not None
+        a, b = self._traces
         while self._todo and self._todo[0][0] <= step:
             here, there = self._todo.pop(0)
-            one, other = self._traces[0].at(here), self._traces[1].at(there)
-            after = self._todo[0] if self._todo else None
-            next_a = None if after is None else self._traces[0].at(after[0])
-            next_b = None if after is None else self._traces[1].at(after[1])
+            one, other = a.at(here), b.at(there)
+            next_a, next_b = (a.at(self._todo[0][0]), b.at(self._todo[0][1])) if self._todo else (None, None)
             apart = differences(self.pairs, (one, other), one, other, next_a, next_b, self._factor)
             if apart.loss is not None:
-                repetition.learn("loss", np.array([apart.loss]))
+                self.repetition.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
                 if gradient is not None:
-                    repetition.learn(link, np.append(gradient.relative, np.median(gradient.relative))[self._layers])
+                    values = np.append(gradient.relative, np.median(gradient.relative))
+                    self.repetition.learn(link, values[self._layers])
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
-                repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
+                self.repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
 
 
 def _loaded(before: Differences | None, apart: Differences) -> str:

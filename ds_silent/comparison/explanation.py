@@ -68,17 +68,12 @@ class Explanation:
 def explain(case: Case) -> Explanation:
     """Say what parted, with the setting that explains it."""
     asked: dict[str, Callable[[Case], Said]] = {
-        "rows": _rows,
-        "weights": _weights,
-        "loss": _loss,
-        "local": _gradient,
-        "reduced": _reduced,
-        "applied": _applied,
-        "update": _update,
-        "rates": _rates,
-    }
-    cause, factor, likely = asked[case.parting.link](case) if case.parting.kind != "bias" else _leans(case)
-    if case.loaded and case.parting.kind != "bias":
+        "rows": _rows, "weights": _weights, "loss": _loss, "local": _gradient, "reduced": _reduced,
+        "applied": _applied, "update": _update, "rates": _rates,
+    }  # fmt: skip
+    is_bias = case.parting.kind == "bias"
+    cause, factor, likely = _leans(case) if is_bias else asked[case.parting.link](case)
+    if case.loaded and not is_bias:
         cause += f"; {case.loaded} went on from a checkpoint right before"
     if lonely := _lonely(case):
         cause = f"{cause}; {lonely}" if factor is not None else f"{lonely}; {cause}"

@@ -24,10 +24,8 @@ def common_factor(gradient: Apart | None, bounds: Bounds) -> float | None:
     """The one factor by which all layers are multiplied; None where there is no such factor."""
     if gradient is None:
         return None
-    factors = [
-        layer_factor(gradient, place, bounds) for place in range(len(gradient.ratio)) if gradient.share[place] > 1e-3
-    ]
-    return shared_factor(factors)
+    places = np.flatnonzero(gradient.share > 1e-3).tolist()
+    return shared_factor([layer_factor(gradient, place, bounds) for place in places])
 
 
 def layer_factor(gradient: Apart, place: int, bounds: Bounds) -> float | None:

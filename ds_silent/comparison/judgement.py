@@ -44,12 +44,6 @@ class Summary:
     parted: int | None = None  # step of A
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step of A, difference, what was allowed
 
-    def take(self, step: int, size: float, allowed: float) -> None:
-        """Count one step."""
-        self.compared += 1
-        self.equal += size == 0.0
-        self.curve.append((step, size, allowed))
-
 
 class ChainJudge:
     """Judges step after step, and remembers what rounding has grown to.
@@ -83,17 +77,17 @@ class ChainJudge:
         self._step = apart.a.step
         if self.blind is None and self.past.diverges(apart):
             self.blind = apart.a.step
-        found = [
-            self._rows(apart),
+        judged = (
+            self._same("rows", apart.rows),
             self._weights(apart, first) if first or loaded else None,
             self._loss(apart),
             self._gradient("local", apart.local, apart.strayed),
             self._reduced(apart),
             self._applied(apart),
             self._update(apart) if apart.update is not None else None,
-            self._rates(apart),
-        ]
-        findings = [one for one in found if one is not None]
+            self._same("rates", apart.rates),
+        )
+        findings = [one for one in judged if one is not None]
         if [one.link for one in findings[:2]] == ["update", "rates"]:
             findings = findings[1:]  # it follows from the rate
         if findings and not self.parted and self._tipped(findings[0], apart, after):
@@ -127,17 +121,20 @@ class ChainJudge:
 
     def _note(self, link: str, size: float, allowed: float) -> None:
         summary = self.summaries.setdefault(link, Summary())
-        summary.take(self._step, size, allowed)
+        summary.compared += 1
+        summary.equal += size == 0.0
+        summary.curve.append((self._step, size, allowed))
         if not self._found or (size > allowed and not self.parted):
             summary.largest = max(summary.largest, size)
             summary.share = max(summary.share, size / allowed if allowed else 0.0)
 
-    def _rows(self, apart: Differences) -> Parting | None:
-        if apart.rows is None:
+    def _same(self, link: str, same: bool | None) -> Parting | None:
+        """Judge rows and rates, in which nothing is rounded."""
+        if same is None:
             return None
-        self._note("rows", float(not apart.rows), 0.0)
-        self._found |= not apart.rows
-        return None if apart.rows else Parting("rows", (), 1.0, 0.0)
+        self._note(link, float(not same), 0.0)
+        self._found |= not same
+        return None if same else Parting(link, (), 1.0, 0.0)
 
     def _weights(self, apart: Differences, first: bool) -> Parting | None:
         if apart.weights is None:
@@ -227,12 +224,6 @@ class ChainJudge:
             return None
         self._found = True
         return Parting("update", tuple(map(int, places)), float(values[places].max()), LARGE, "way")
-
-    def _rates(self, apart: Differences) -> Parting | None:
-        if apart.rates is None:
-            return None
-        self._note("rates", float(not apart.rates), 0.0)
-        return None if apart.rates else Parting("rates", (), 1.0, 0.0)
 
     def _allowed(self, link: str, by_growth: Array) -> Array:
         return by_growth if self.repetition is None else self.repetition.allowed(link, by_growth)

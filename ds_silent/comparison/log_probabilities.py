@@ -57,15 +57,13 @@ class LogProbabilityGap:
             f"The engine's log probabilities differ from fp32 by {self.ratio:.3g} times what the training's precision "
             f"costs (95 % interval {self.low:.3g} to {self.high:.3g}, {self.rows} rows, {self.tokens} tokens)"
         )
-        return (
-            what
-            + {
-                "within the precision": f": this is within its limit of {self.limit:g}.",
-                "more rows are needed": f": more rows are needed to tell it from the limit of {self.limit:g}.",
-                "beyond the precision": f", above the limit of {self.limit:g}: other weights, another precision "
-                "or other code. Compare the weights with ds_silent.fingerprint first.",
-            }[self.verdict]
-        )
+        ends = {
+            "within the precision": f": this is within its limit of {self.limit:g}.",
+            "more rows are needed": f": more rows are needed to tell it from the limit of {self.limit:g}.",
+            "beyond the precision": f", above the limit of {self.limit:g}: other weights, another precision "
+            "or other code. Compare the weights with ds_silent.fingerprint first.",
+        }
+        return what + ends[self.verdict]
 
 
 def log_probability_gap(

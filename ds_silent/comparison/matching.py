@@ -22,20 +22,13 @@ from ds_silent.trace import Head, Tensor, sampled
 Places = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 WRAPPERS = {
-    "module",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_forward_module",
-    "_original_module",
-}
+    "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module"
+}  # fmt: skip
 """Parts of names that wrappers of torch, DeepSpeed and Lightning add."""
 ALIGNMENT = 8
 """Elements: of each tensor's offset in the sketch's long vector, as ``maths.sketch.offsets_of`` lays them."""
 LEAST_SHARED = 3
 """Different sampled values that two tensors of other shapes must share, to be held for the same numbers."""
-
-
 Key = Callable[[Tensor], Any]
 
 
@@ -73,11 +66,7 @@ Match = tuple[str, int, int, Places, Places]
 
 
 def matched(here: Side, there: Side, names: Mapping[str, str]) -> Iterator[Match]:
-    """Yield the pairs, the surest first.
-
-    Raises:
-        ComparisonError: the map names what is not there.
-    """
+    """Yield the pairs, the surest first; ComparisonError where the map names what is not there."""
 
     def together(how: str, pairs: Iterable[tuple[int, int]]) -> Iterator[Match]:
         for i, j in list(pairs):
@@ -90,16 +79,12 @@ def matched(here: Side, there: Side, names: Mapping[str, str]) -> Iterator[Match
     yield from together("prefix", _unique(here, there, lambda one: (unwrapped(one.name), one.shape)))
     yield from together("prefix", _by_suffix(here.alone, there.alone))
     yield from together("weights", _by_weights(here, there))
-    for parts, whole in _fused(here, there):
-        there.alone.pop(whole)
-        for part, own, shared in parts:
-            here.alone.pop(part)
-            yield "fused", part, whole, own, shared
-    for parts, whole in _fused(there, here):
-        here.alone.pop(whole)
-        for part, own, shared in parts:
-            there.alone.pop(part)
-            yield "fused", whole, part, shared, own
+    for parts, wholes in ((here, there), (there, here)):
+        for found, whole in _fused(parts, wholes):
+            wholes.alone.pop(whole)
+            for part, own, shared in found:
+                parts.alone.pop(part)
+                yield ("fused", part, whole, own, shared) if parts is here else ("fused", whole, part, shared, own)
     orders: dict[str, Key] = {"order": lambda one: one.shape, "transposed": lambda one: tuple(sorted(one.shape))}
     for how, key in orders.items():
         yield from together(how, _in_order(_keys(here, key), _keys(there, key)))
@@ -229,15 +214,12 @@ def _runs(parts: Side, whole: Tensor, used: set[int]) -> Iterable[list[int]]:
 def _shared(parts: Side, run: Sequence[int], wholes: Side, j: int) -> list[Part] | None:
     """The elements that both have sampled, if there are enough of them and all are equal."""
     whole = wholes.head.tensors[j]
-    at = {int(place): k for k, place in enumerate(sampled(whole.numel, whole.samples))}
+    at = {place: k for k, place in enumerate(sampled(whole.numel, whole.samples).tolist())}
     offset, found, values = 0, [], list[float]()
     for i in run:
         one = parts.head.tensors[i]
-        both = [
-            (k, at[p]) for k, place in enumerate(sampled(one.numel, one.samples)) if (p := offset + int(place)) in at
-        ]
-        own = np.array([k for k, _ in both], dtype=np.int64)
-        other = np.array([k for _, k in both], dtype=np.int64)
+        places = enumerate((offset + sampled(one.numel, one.samples)).tolist())
+        own, other = np.array([(k, at[p]) for k, p in places if p in at], dtype=np.int64).reshape(-1, 2).T
         mine, theirs = parts.values(i), wholes.values(j)
         assert mine is not None
         assert theirs is not None

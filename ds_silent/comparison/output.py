@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -22,12 +23,17 @@ from ds_silent.text import one_line, printable
 MOST_LINES = 12
 """Settings, and things that were left out, that are printed; the JSON has all."""
 STATES = {
-    "equal": "the same",
-    "rounding": "within rounding",
-    "parts": "parts",
-    "follows": "follows",
+    "equal": "the same", "rounding": "within rounding", "parts": "parts", "follows": "follows",
     "unknown": "not compared",
-}
+}  # fmt: skip
+COLUMNS = ("link", "verdict", "step", "steps", "equal", "largest", "of allowed")
+
+
+def lists_of(found: TrainingComparison) -> dict[str, list[str]]:
+    """Return what is listed below the table, by title; without what is empty."""
+    settings = [one.sentence for one in found.settings if not one.shares]
+    lists = {"Settings that differ": settings, "Versions that differ": found.versions, "Left out": found.left_out}
+    return {title: [one_line(line) for line in lines] for title, lines in lists.items() if lines}
 
 
 def say(console: Console, line: str) -> None:
@@ -43,13 +49,8 @@ def print_comparison(found: TrainingComparison, console: Console, brief: bool = 
     say(console, f"A: {found.a}")
     say(console, f"B: {found.b}")
     console.print(_table(found))
-    for title, lines in (
-        ("Settings that differ", [one.sentence for one in found.settings if not one.shares]),
-        ("Versions that differ", list(found.versions)),
-        ("Left out", list(found.left_out)),
-    ):
-        if lines:
-            console.print(f"{title}:")
+    for title, lines in lists_of(found).items():
+        console.print(f"{title}:")
         for line in lines[:MOST_LINES]:
             say(console, f"  {line}")
         if len(lines) > MOST_LINES:
@@ -58,21 +59,18 @@ def print_comparison(found: TrainingComparison, console: Console, brief: bool = 
 
 def _table(found: TrainingComparison) -> Table:
     table = Table()
-    table.add_column("link")
-    table.add_column("verdict")
-    for name in ("step", "steps", "equal", "largest", "of allowed"):
-        table.add_column(name, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("link", "verdict") else "right")
     for one in found.links:
-        style = "bold red" if one.state == "parts" else None
-        table.add_row(*cells(one), style=style)
+        table.add_row(*cells(one), style="bold red" if one.state == "parts" else None)
     return table
 
 
 def cells(one: LinkResult) -> tuple[str, ...]:
-    """Return a row of the table: link, verdict, step, steps, equal ones, largest difference, share of the allowed."""
-    step = "" if one.step is None else str(one.step)
+    """Return a row of the table, see :data:`COLUMNS`."""
     if one.state == "unknown":
         return PHRASES[one.link], STATES[one.state], "", "", "", "", ""
+    step = "" if one.step is None else str(one.step)
     exact = one.link in ("rows", "rates")
     largest = "" if exact or not one.largest else f"{one.largest:.2g}"
     share = f"{float(f'{one.share:.2g}'):,.0f} times" if 10.0 <= one.share < math.inf else f"{one.share:.0%}"
@@ -111,7 +109,4 @@ def write_junit(found: TrainingComparison, path: str | Path) -> None:
 
 def _xml(text: str) -> str:
     """What XML may hold: no control character, no half of a pair, whatever a name was."""
-    kept = (
-        c if c in "\n\t" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else " " for c in text
-    )
-    return "".join(kept)
+    return re.sub("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", " ", text)

@@ -154,8 +154,7 @@ def _order(head: Head) -> list[int]:
 
 
 def _missing(alone: Mapping[int, Tensor], side: str) -> list[str]:
-    names = [one.name for one in alone.values()]
-    return [f"only {side} trains {_some(names)}"] if names else []
+    return [f"only {side} trains {_some([one.name for one in alone.values()])}"] if alone else []
 
 
 def _some(names: Sequence[str]) -> str:
@@ -179,8 +178,7 @@ class StepPairs:
 def pair_steps(a: Trace, b: Trace) -> StepPairs:
     """Pair steps by their number; where the first have consumed other numbers of rows, by the rows consumed.
 
-    Raises:
-        ComparisonError: there is no step that both have.
+    Raises ComparisonError where there is no step that both have.
     """
     steps, by = [(n, n) for n in sorted(set(a.steps) & set(b.steps))], "number"
     first = {trace.at(steps[0][0]).samples for trace in (a, b)} - {None} if steps else set()

@@ -73,11 +73,7 @@ def first_that_parts(releases: Sequence[str], compared: Callable[[str], Training
 
 
 def pip(*arguments: str, python: Path | str = sys.executable) -> str:
-    """Run pip and return what it prints.
-
-    Raises:
-        ImpossibleError: with pip's last word.
-    """
+    """Run pip and return what it prints; ImpossibleError with pip's last word."""
     command = [str(python), "-m", "pip", *arguments, "--disable-pip-version-check", "--no-input"]
     variables = {**os.environ, "DS_ACCELERATOR": "cpu"}  # DeepSpeed's setup asks which operators to build
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
@@ -95,8 +91,7 @@ def pip_install(python: Path | str, *arguments: str) -> None:
 def laid_over(folder: Path, requirements: tuple[str, ...], python: Path | str = sys.executable) -> Path:
     """Return ``folder`` with these packages in it, without what they depend on; made on first use, whole or not at all.
 
-    Raises:
-        ImpossibleError: pip cannot install them.
+    Raises ImpossibleError where pip cannot install them.
     """
     ready = folder / "ready"
     if not ready.exists():
@@ -109,8 +104,7 @@ def laid_over(folder: Path, requirements: tuple[str, ...], python: Path | str = 
 def releases_between(package: str, good: str, bad: str) -> list[str]:
     """Return the released versions from ``good`` to ``bad``, without pre-releases that were not named, oldest first.
 
-    Raises:
-        ImpossibleError: pip does not know one of them, or ``good`` is not the older one.
+    Raises ImpossibleError where pip does not know one of them, or ``good`` is not the older one.
     """
     told = re.search(r"^Available versions: (.*)$", pip("index", "versions", package), re.MULTILINE)
     known = [] if told is None else [version.strip() for version in told.group(1).split(",")][::-1]

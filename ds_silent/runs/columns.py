@@ -15,7 +15,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,15 @@ from ds_silent.runs.lines import METRICS, NAMES, StepLine, number, read_step, te
 from ds_silent.runs.spread import RankSpread
 
 Floats = npt.NDArray[np.float64]
+Real = TypeVar("Real", bound=np.floating[Any])
 MOST_CURVES = 64
 _AT = {name: index for index, name in enumerate(NAMES)}
+
+
+def finite(values: npt.NDArray[Real]) -> npt.NDArray[Real]:
+    """Return those that are neither NaN nor infinite."""
+    known: npt.NDArray[Real] = values[np.isfinite(values)]
+    return known
 
 
 class StepTable:

@@ -43,6 +43,11 @@ COMPARED = tuple(one for one in METRICS if one.column and not one.path.startswit
 """The metrics whose curves are compared: all that a column shows but counts, times, the bounds of others and means that
 do not exist."""
 Verdict = Literal["the same", "higher in B", "lower in B", "no difference shown", "too few steps"]
+_WORDS: dict[Verdict, str] = {
+    "higher in B": "B is higher in", "lower in B": "B is lower in", "no difference shown": "no difference is shown in",
+    "too few steps": "too few steps for",
+}  # fmt: skip
+"""What is said of metrics, but of those that are the same."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class CurveDifference:
     @property
     def verdict(self) -> Verdict:
         """Return what the interval says."""
-        if self.difference == 0.0 and self.low == self.high == 0.0:
+        if self.difference == self.low == self.high == 0.0:
             return "the same"
         if math.isnan(self.low):
             return "too few steps"
@@ -91,8 +96,7 @@ class CurveDifference:
 def compare_curves(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[CurveDifference, ...]:
     """Compare the metrics of two runs' records, in the directories a and b (``output_dir``).
 
-    Raises:
-        ds_silent.runs.ReadingError: there is no run to read; the message is one sentence.
+    Raises :class:`~ds_silent.runs.run.ReadingError` where there is no run to read.
     """
     tables = read_run(Path(a)).steps, read_run(Path(b)).steps
     found = []
@@ -113,7 +117,7 @@ def difference(name: str, a: Floats, b: Floats, level: float) -> CurveDifference
     series = b - a
     series[np.abs(series) <= ZERO + ROUNDING * np.maximum(np.abs(a), np.abs(b))] = 0.0
     block = max(block_length(series), math.ceil(len(series) / MOST_BLOCKS))
-    low, high = math.nan, math.nan
+    low = high = math.nan
     if not series.any():
         low = high = 0.0
     elif len(series) >= steps_needed(block):
@@ -131,16 +135,7 @@ def curves_sentence(found: tuple[CurveDifference, ...]) -> str:
     names: dict[Verdict, list[str]] = {}
     for one in found:
         names.setdefault(one.verdict, []).append(one.metric)
-    parts = [
-        f"{words} {', '.join(names[verdict])}"
-        for verdict, words in (
-            ("higher in B", "B is higher in"),
-            ("lower in B", "B is lower in"),
-            ("no difference shown", "no difference is shown in"),
-            ("too few steps", "too few steps for"),
-        )
-        if verdict in names  # the others are the same
-    ]
+    parts = [f"{words} {', '.join(names[verdict])}" for verdict, words in _WORDS.items() if verdict in names]
     steps = max(one.steps for one in found)
     over = f"Over {steps} step{'s' * (steps != 1)}"
     if not parts:

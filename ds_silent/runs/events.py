@@ -128,7 +128,6 @@ class EventGroup:
         return same and other.severity != "info" and self.since <= other.since <= self.last
 
     def has(self, step: int) -> bool:
-        """Return whether it has an event at this step."""
         at = bisect.bisect_left(self.steps, step)
         return at < len(self.steps) and self.steps[at] == step
 

@@ -8,6 +8,7 @@ line.ranks["loss"].each          # [1.9, 2.1]
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,22 +107,17 @@ class RankValues:
             low, q25, median, q75, high = self.quantiles
             return low, high, median, (q75 - q25) / _QUARTILES
         values = sorted(filter(math.isfinite, self.each))
-        count = len(values)
-        if not count:
+        if not (count := len(values)):
             return None
-        median = _middle(values)
+        median = statistics.median(values)
         if count >= 8:
             spread = (values[-(-3 * (count - 1) // 4)] - values[(count - 1) // 4]) / _QUARTILES
         elif count >= 4:
-            spread = _middle(sorted(abs(value - median) for value in values)) * _DEVIATION
+            spread = statistics.median(abs(value - median) for value in values) * _DEVIATION
         else:
             mean = sum(value / count for value in values)
             spread = math.hypot(*(value - mean for value in values)) / math.sqrt(count)
         return values[0], values[-1], median, spread
-
-
-def _middle(ordered: list[float]) -> float:
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Everything that a run's directory holds, read once, or as its files grow, are truncated, replaced or not there yet.
 
 run = read_run("runs/my-run")      # ReadingError: one sentence
-run.steps, run.events, run.scores, run.spread, run.layers, run.matrices, run.preflight, run.places, run.facts
+run.steps, run.events, run.scores, run.layers, run.matrices, run.preflight, run.places, run.facts
 run.problems                       # what could not be read, a sentence each
 
 follower = Follower(Path("runs/my-run/metrics.jsonl"), ("step",))
@@ -26,7 +26,7 @@ from ds_silent.records import DataDealt
 from ds_silent.runs.columns import ScoreTable, StepTable
 from ds_silent.runs.events import EventGroup, EventLog, RankPlace, places
 from ds_silent.runs.lines import MOST_RANKS, of, ranks, text, whole
-from ds_silent.runs.spread import Layers, Matrices, RankSpread
+from ds_silent.runs.spread import Layers, Matrices
 from ds_silent.sinks.jsonl import LONGEST_LINE, newer_lines, parsed_line
 from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
 from ds_silent.sinks.run_directory import is_gone
@@ -173,14 +173,6 @@ class RunRecords:
         return self.steps.world_size or next(filter(None, others), len(self.places))
 
     @property
-    def spread(self) -> RankSpread:
-        return self.steps.spread
-
-    @property
-    def hosts(self) -> list[str]:
-        return sorted({place.host for place in self.places.values()})
-
-    @property
     def data(self) -> str:
         """How the rows are dealt to the ranks, in a few words; "" where an older run does not say."""
         dealt, by = (text(of(self.facts, "data", key), 200) for key in ("dealt", "by"))
@@ -192,11 +184,9 @@ class RunRecords:
         unreadable = [f"{name} cannot be read: {why}." for name, why in self.unreadable.items() if why is not None]
         torn = [f"{name}: {n} torn or foreign line{'s' * (n != 1)} skipped." for name, n in self.skipped.items()]
         newer = [f"{name}: {newer_lines(version, count)}." for (name, version), count in sorted(self.newer.items())]
-        versions = [
-            f"{name} is of format version {version}, newer than this ds_silent knows; what it knows is shown."
-            for name, version in sorted(self.versions.items())
-            if version > FORMAT
-        ]
+        later = [(name, version) for name, version in sorted(self.versions.items()) if version > FORMAT]
+        what = "newer than this ds_silent knows; what it knows is shown."
+        versions = [f"{name} is of format version {version}, {what}" for name, version in later]
         return [*unreadable, *torn, *newer, *versions]
 
     def unread(self, name: str) -> int:
@@ -340,7 +330,7 @@ class RunReader:
             return
         try:
             for step in read_per_rank(path):
-                self.run.spread.add(step.step, *(getattr(step, name) for name in COLUMNS))
+                self.run.steps.spread.add(step.step, *(getattr(step, name) for name in COLUMNS))
         except (PerRankError, OSError, ValueError, OverflowError, MemoryError) as error:
             self.run.unreadable["per_rank.bin"] = text(str(error), 300) or type(error).__name__
 
@@ -356,8 +346,7 @@ def read_run(directory: str | Path) -> RunRecords:
 def find_runs(directory: str | Path) -> list[Path]:
     """Return the directories of runs in it, itself first: several engines or stages, runs one after another.
 
-    Raises:
-        ReadingError: it is not a directory, or there are no records in it.
+    Raises ReadingError where it is not a directory, or there are no records in it.
     """
     path, shown, found = Path(directory), ascii(os.fspath(directory)), []
     try:

@@ -87,11 +87,9 @@ class Envelope:
         else:  # many times faster
             grouped = rows.reshape(-1, each, self.width)
             low, high = grouped.min(axis=1), grouped.max(axis=1)
-        ends = [*(starts[1:] - 1), len(rows) - 1]
-        parts = [
-            (self._steps[a], self._steps[b], int(b) - int(a) + 1, one, other)
-            for a, b, one, other in zip(starts, ends, low, high, strict=True)
-        ]
+        ends = [*(starts[1:] - 1).tolist(), len(rows) - 1]
+        spans = zip(starts.tolist(), ends, low, high, strict=True)
+        parts = [(self._steps[a], self._steps[b], b - a + 1, one, other) for a, b, one, other in spans]
         if not self._done or self._done[-1][2] + parts[0][2] > self._per_bucket:
             return self._done + parts
         return [*self._done[:-1], _joined([self._done[-1], parts[0]]), *parts[1:]]

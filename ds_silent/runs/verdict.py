@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ds_silent.runs.columns import finite
 from ds_silent.runs.events import EventGroup
 from ds_silent.runs.lines import METRICS, of, text, whole
 from ds_silent.runs.run import RunRecords
@@ -23,22 +24,9 @@ State = Literal["passed", "failed", "warned", "noted", "not observed"]
 _STATES: Mapping[str, State] = {"error": "failed", "warning": "warned", "info": "noted"}
 APPLIED = "applied gradient"
 """How the place of an event begins that is about what the optimizer applied."""
-_PREFLIGHT = (
-    "initial-weights-mismatch",
-    "seed-mismatch",
-    "config-mismatch",
-    "duplicate-data",
-    "data-order-mismatch",
-    "low-coverage",
-)
-_ROWS = (
-    "duplicate-data",
-    "data-order-mismatch",
-    "low-coverage",
-    "same-order",
-    "batch-size-mismatch",
-    "batch-suspect",
-)
+_DEALING = ("duplicate-data", "data-order-mismatch", "low-coverage")
+_PREFLIGHT = ("initial-weights-mismatch", "seed-mismatch", "config-mismatch", *_DEALING)
+_ROWS = (*_DEALING, "same-order", "batch-size-mismatch", "batch-suspect")
 _REDUCTION = ("aggregation-error", "unreduced-gradient")
 _SETTINGS = ("config-mismatch", "seed-mismatch", "objective-mismatch", "update-mismatch", "weights-mismatch")
 
@@ -309,9 +297,8 @@ def _nearest(run: RunRecords, detector: str, where: str = "") -> float | None:
     """Return the largest score over its threshold; ``where``: only of numbers whose name begins so."""
     curves = run.scores.curves.items()
     shares = [curve.shares() for (one, at), curve in curves if one == detector and at.startswith(where)]
-    finite = np.concatenate([*shares, np.zeros(0)])
-    finite = finite[np.isfinite(finite)]
-    return float(finite.max()) if len(finite) else None
+    known = finite(np.concatenate([*shares, np.zeros(0)]))
+    return float(known.max()) if len(known) else None
 
 
 def _percent(share: float) -> str:

@@ -94,10 +94,9 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     The same event (step, kind, ranks, place) written again by a resumed run counts once, as it was written last.
     Raises OSError where the file cannot be read.
     """
-    kept: dict[str, dict[str, Any]] = {}
-    for event in _objects(Path(path), ("step", "kind")):
-        identity = json.dumps([event.get(key) for key in ("step", "kind", "ranks", "ranks_total", "where")])
-        kept[identity] = event
+    identity = ("step", "kind", "ranks", "ranks_total", "where")
+    events = _objects(Path(path), ("step", "kind"))
+    kept = {json.dumps([event.get(key) for key in identity]): event for event in events}
     return sorted(kept.values(), key=lambda event: int(event["step"]))
 
 

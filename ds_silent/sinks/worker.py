@@ -110,11 +110,6 @@ class Worker:
         """Whether this is no forked child, which does nothing."""
         return os.getpid() == self._process
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything is done."""
-        return not any(queue.entries for queue in self.queues)
-
     def add(self, queues: Sequence[WorkQueue]) -> None:
         """Put queues before the others; they first get what was put so far. Once, after ``keeps=True``."""
         if not self.is_parent:
@@ -253,7 +248,6 @@ class Worker:
                 self._changed.wait_for(lambda: all(q.stuck or q.since is None for q in self.queues), seconds)
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
         with self._changed:
             self._forking = False
             self._changed.notify_all()
@@ -298,7 +292,7 @@ class OneTask:
     @property
     def is_done(self) -> bool:
         """Whether nothing is under way."""
-        return self._worker.is_idle
+        return not any(queue.entries for queue in self._worker.queues)
 
     def begin(self, act: Callable[[], None]) -> None:
         """Begin behind what is under way, and wait for that; without a thread, do it."""

@@ -36,26 +36,7 @@ from ds_silent.trace.form import (
 from ds_silent.trace.reading import Trace, TraceError, read_trace
 
 __all__ = [
-    "NAME",
-    "SAMPLES",
-    "VERSION",
-    "Floats",
-    "Gradient",
-    "Head",
-    "Layer",
-    "Rows",
-    "Step",
-    "Tensor",
-    "Trace",
-    "TraceError",
-    "Traced",
-    "Used",
-    "Weighed",
-    "layer_size",
-    "line_bytes",
-    "read_trace",
-    "sample_counts",
-    "sampled",
-    "write_head",
-    "write_step",
-]
+    "NAME", "SAMPLES", "VERSION", "Floats", "Gradient", "Head", "Layer", "Rows", "Step", "Tensor", "Trace",
+    "TraceError", "Traced", "Used", "Weighed", "layer_size", "line_bytes", "read_trace", "sample_counts", "sampled",
+    "write_head", "write_step",
+]  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -64,11 +65,7 @@ class Trace:
         return map(self.at, self.steps)
 
     def at(self, step: int) -> Step:
-        """Read one step.
-
-        Raises:
-            TraceError: there is no such step, or the file is no longer what it was.
-        """
+        """Read one step; TraceError where there is no such step, or the file is no longer what it was."""
         place = self._places.get(step)
         if place is None:
             raise TraceError(f"{_shown(self.path)} holds no step {step}; {_extent(self.steps)}")
@@ -129,9 +126,9 @@ def _file_of(path: Path) -> Path:
             raise TraceError(f"{_shown(path)} does not exist; name a run's directory or its {NAME}")
         if not path.is_file():
             raise TraceError(f"{_shown(path)} is no file; name a run's directory or its {NAME}")
+    except TraceError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, TraceError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise TraceError(f"{_shown(path)} cannot be read ({reason}); name a run's directory or its {NAME}") from None
     return path
@@ -152,11 +149,14 @@ def _head(value: dict[str, Any], path: Path) -> Head | None:
             f"{_shown(path)} is a trace of version {version}, and this ds_silent reads version {VERSION}; install a "
             "newer ds_silent"
         )
-    head = _as(Head, {name: one for name, one in value.items() if name != "version"})
-    if version != VERSION or head is None or not _plausible(head):
+    try:
+        head = from_json(Head, {name: one for name, one in value.items() if name != "version"})
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if version != VERSION or not _plausible(head):
         return None
     texts = {name: value[name] if isinstance(value.get(name), dict) else {} for name in ("settings", "versions")}
-    return Head(**{one.name: getattr(head, one.name) for one in fields(Head)} | texts)
+    return replace(head, **texts)
 
 
 def _plausible(head: Head) -> bool:
@@ -191,16 +191,14 @@ def _gradient(value: Any, head: Head) -> Gradient | None:
     if not isinstance(value, dict):
         raise ValueError("a gradient is an object")
     layers = len(head.layers)
-    arrays = {
-        "sketch": _decoded(value.get("sketch"), head.size),
-        "layer_norms": _decoded(value.get("layer_norms"), layers),
-        "layer_sketches": _decoded(value.get("layer_sketches"), layers * head.layer_size),
-    }
-    if any(array is None for array in arrays.values()):
-        raise ValueError("a gradient has all its arrays")
-    norm = from_json(_Norm, {"norm": value.get("norm")}).norm
-    arrays["layer_sketches"] = arrays["layer_sketches"].reshape(layers, head.layer_size)  # type: ignore[union-attr]
-    return Gradient(norm, **arrays)  # type: ignore[arg-type]  # none is None
+    shapes = {"sketch": (head.size,), "layer_norms": (layers,), "layer_sketches": (layers, head.layer_size)}
+    arrays = {}
+    for name, shape in shapes.items():
+        array = _decoded(value.get(name), math.prod(shape))
+        if array is None:
+            raise ValueError("a gradient has all its arrays")
+        arrays[name] = array.reshape(shape)
+    return Gradient(from_json(_Norm, {"norm": value.get("norm")}).norm, **arrays)
 
 
 @dataclass(frozen=True)
@@ -214,16 +212,6 @@ def _decoded(text: Any, count: int) -> Floats | None:
     if not isinstance(text, str) or len(text) != 4 * (-(-4 * count // 3)):
         raise ValueError("an array has the length that the head says")
     return np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4", count=count).astype(np.float32, copy=False)
-
-
-T = TypeVar("T")
-
-
-def _as(kind: type[T], value: dict[str, Any]) -> T | None:
-    try:
-        return from_json(kind, value)
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 def _extent(steps: tuple[int, ...]) -> str:

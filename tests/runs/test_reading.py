@@ -71,7 +71,7 @@ def test_a_resumed_run_retires_what_lay_ahead(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.steps.step.tolist() == [1, 2, 3]
     assert run.events.groups()[0].count == 1
-    ranks, envelope = run.spread.parts[0]
+    ranks, envelope = run.steps.spread.parts[0]
     assert ranks == 2
     assert envelope.buckets().steps[:, 0].tolist() == [1, 2, 3]
 
@@ -178,7 +178,7 @@ def test_many_ranks_come_from_the_file_of_raw_values(tmp_path: Path) -> None:
     lines.close()
     raw.close()
     run = read_run(tmp_path)
-    ranks, envelope = run.spread.parts[0]
+    ranks, envelope = run.steps.spread.parts[0]
     assert ranks == 100
     assert np.argmax(envelope.buckets().high[0, :100]) == 37
     assert run.steps["loss high"].tolist() == [5.0, 5.0]

@@ -42,7 +42,6 @@ class Axis:
         return min(max((step - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def bin_of(self, steps: Ints) -> npt.NDArray[np.intp]:
-        """Return the bin of each step."""
         share = (steps.astype(np.float64) - self.low) / (self.high - self.low)
         return np.clip(share * self.bins, 0, self.bins - 1).astype(np.intp)
 

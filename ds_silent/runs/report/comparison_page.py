@@ -7,23 +7,16 @@ from pathlib import Path
 import numpy as np
 from markupsafe import Markup
 
-from ds_silent.comparison.output import STATES, cells
+from ds_silent.comparison.output import COLUMNS, STATES, cells, lists_of
 from ds_silent.comparison.result import PHRASES, LinkResult, TrainingComparison
 from ds_silent.runs.report.axis import Axis, binned
 from ds_silent.runs.report.page import policy, template, text_of
 from ds_silent.runs.report.svg import Mark, Series, chart
 from ds_silent.text import one_line
 
-COLUMNS = ("link", "verdict", "step", "steps", "equal", "largest", "of allowed")
-
 
 def comparison_page(found: TrainingComparison) -> str:
     """Return the page; its text is escaped, and it holds no script."""
-    lists = {
-        "Settings that differ": [one.sentence for one in found.settings if not one.shares],
-        "Versions that differ": found.versions,
-        "Left out": found.left_out,
-    }
     return template("comparison.html").render(
         title=f"{'Parted' if found.parted else 'Not parted'} · ds_silent compare",
         worst="error" if found.parted else "ok",
@@ -31,7 +24,7 @@ def comparison_page(found: TrainingComparison) -> str:
         runs=[("A", one_line(found.a)), ("B", one_line(found.b))],
         columns=COLUMNS,
         rows=[(one.state, cells(one)) for one in found.links],
-        lists={title: [one_line(line) for line in lines] for title, lines in lists.items() if lines},
+        lists=lists_of(found),
         same=[PHRASES[one.link] for one in found.links if one.state == "equal"],
         panels=[
             (PHRASES[one.link], STATES[one.state], _curve(one, found.step)) for one in found.links if _differs(one)
@@ -42,11 +35,7 @@ def comparison_page(found: TrainingComparison) -> str:
 
 
 def write_comparison(found: TrainingComparison, path: str | Path) -> None:
-    """Write the page.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page; OSError where it cannot be written."""
     Path(path).write_text(comparison_page(found), encoding="utf-8")
 
 

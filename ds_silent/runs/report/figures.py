@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ds_silent.runs.columns import Floats
+from ds_silent.runs.columns import Floats, finite
 from ds_silent.runs.lines import Metric
 from ds_silent.runs.report.axis import Axis, BinnedCurve, binned, shown, smoothed
 from ds_silent.runs.report.svg import Mark, Panel, Series, chart
@@ -54,8 +54,8 @@ class PlotContext:
 
 
 def _median(values: Floats) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else None
+    known = finite(values)
+    return float(np.median(known)) if len(known) else None
 
 
 def plot_context(run: RunRecords, verdict: RunVerdict) -> PlotContext:
@@ -110,7 +110,6 @@ def _outside(view: PlotContext, low: Floats, high: Floats, band: BinnedCurve) ->
 
 
 def loss(view: PlotContext) -> Panel | None:
-    """Draw the ranks' losses."""
     return _of_ranks(view, "loss", "Loss of each step: mean, lowest and highest rank, and the band of sampling noise")
 
 
@@ -126,8 +125,7 @@ def cosine(view: PlotContext) -> Panel | None:
     noise, batch, ranks, about = view.usual("noise scale"), view.batch, view.run.world_size, ""
     expects = noise is not None and batch is not None and ranks and noise > 0
     expected = 1.0 / (1.0 + noise * ranks / batch) if expects else math.nan  # type: ignore[operator]
-    usual = view.usual("cosine mean")
-    if usual is not None and usual > 0.999:
+    if (view.usual("cosine mean") or 0.0) > 0.999:
         about = "A mean cosine of 1 is no health: the ranks do the same work."
     elif expects:
         about = f"By the usual noise scale the mean should be about {shown(expected)} (dashed)."
@@ -141,10 +139,10 @@ def noise_scale(view: PlotContext) -> Panel | None:
     curve, batch = view.column("noise scale"), view.batch
     if curve.empty:
         return None
-    finite = curve.mean[np.isfinite(curve.mean)]
+    known = finite(curve.mean)
     smooth = BinnedCurve.line(smoothed(curve.mean, 15))
     series = [Series("each step", curve, "thin", "quiet"), Series("smoothed", smooth, "line", "a")]
-    log = bool((finite > 0).mean() > 0.9) if len(finite) else False
+    log = bool(len(known)) and bool((known > 0).mean() > 0.9)
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
     note = _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
@@ -170,11 +168,10 @@ def _noise_words(noise: float | None, batch: float | None) -> str:
 
 def coverage(view: PlotContext) -> Panel | None:
     """Draw shares of the epoch, and say how many rows several ranks hold."""
-    rows, note = view.run.steps["duplicates"], ""
-    rows = rows[np.isfinite(rows)]
+    rows, note = finite(view.run.steps["duplicates"]), ""
     if len(rows):
-        note = f"{rows.sum():,.0f} rows were held by several ranks in one step."
-        note = note if rows.sum() else "No row was held by two ranks."
+        shared = f"{rows.sum():,.0f} rows were held by several ranks in one step."
+        note = shared if rows.sum() else "No row was held by two ranks."
     lines = (("seen once or more", "seen", "a"), ("seen again", "repeated", "c"))
     return _lines(view, "Shares of the epoch's rows", note, *lines)
 
@@ -189,10 +186,8 @@ def integrity(view: PlotContext) -> Panel | None:
     with np.errstate(invalid="ignore"):
         over = int((steps["integrity error"] > steps["integrity bound"]).sum())
     without = int(np.isnan(steps["integrity error"]).sum())
-    below = "Below its bound at every step" + (
-        f" but {without:,}, where there is no error to compare." if without else "."
-    )
-    note = f"Above its bound at {over:,} step{'s' * (over != 1)}." if over else below
+    but = f" but {without:,}, where there is no error to compare" if without else ""
+    note = f"Above its bound at {over:,} step{'s' * (over != 1)}." if over else f"Below its bound at every step{but}."
     keys = (("error", "a"), ("what rounding explains at most", "bad"))
     return chart(view.axis, series, label, log=True, marks=view.marks, note=note, keys=keys)
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup, escape
 
+from ds_silent.runs.columns import finite
 from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.report.axis import rebinned, shown
 from ds_silent.runs.report.figures import PlotContext
@@ -27,9 +28,10 @@ Table = npt.NDArray[np.float32]
 
 def rank_tables(view: PlotContext) -> dict[Metric, Table]:
     """Return (N, B) by metric: each rank's value that lies furthest from the median of all ranks in each bin."""
-    most = max((ranks for ranks, _ in view.run.spread.parts), default=0)
+    parts = view.run.steps.spread.parts
+    most = max((ranks for ranks, _ in parts), default=0)
     tables: dict[Metric, Table] = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in METRICS}
-    for ranks, envelope in view.run.spread.parts:
+    for ranks, envelope in parts:
         buckets = envelope.buckets()
         if not len(buckets.steps):
             continue
@@ -95,8 +97,7 @@ def layer_heat(view: PlotContext, which: int) -> Panel | None:
     if not np.isfinite(table).any():
         return None
     table, names = table[:MOST_ROWS], layers.names[:MOST_ROWS]
-    finite = table[np.isfinite(table)]
-    bottom, top = (float(value) for value in np.quantile(finite, (0.02, 0.98)))
+    bottom, top = (float(value) for value in np.quantile(finite(table), (0.02, 0.98)))
     png = sequential(1 - table, 1 - top, 1 - bottom) if which else sequential(table, bottom, top)
     labels = [name if len(name) <= 34 else f"…{name[-33:]}" for name in names]
     unit = "mean cosine" if which else "norm CV"
@@ -123,8 +124,7 @@ def matrices(view: PlotContext) -> list[tuple[int, Panel]]:
     for n in sorted(chosen)[:MOST_MATRICES]:
         step, rows = kept[n]
         table = np.array(rows, dtype=np.float32)
-        off = table[~np.eye(len(table), dtype=bool)]
-        off = off[np.isfinite(off)]
+        off = finite(table[~np.eye(len(table), dtype=bool)])
         limit = max(float(np.abs(off).max()) if len(off) else 1.0, 1e-3)
         label = f"Cosines between the ranks' gradients at step {step:,}"
         np.fill_diagonal(table, np.nan)
@@ -154,8 +154,8 @@ def _picture(view: PlotContext, png: bytes, labels: list[str], title: str, guilt
 
 def _limit(table: Table) -> float:
     """Return the value at which the colours end: four usual deviations, and at least 2 % of the largest."""
-    finite = np.abs(table[np.isfinite(table)])
-    return max(4 * 1.4826 * float(np.median(finite)), 0.02 * float(finite.max()), 1e-9) if len(finite) else 1.0
+    away = np.abs(finite(table))
+    return max(4 * 1.4826 * float(np.median(away)), 0.02 * float(away.max()), 1e-9) if len(away) else 1.0
 
 
 def _cells(table: npt.NDArray[np.floating]) -> list[list[float | str | None]]:

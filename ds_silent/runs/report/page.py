@@ -165,16 +165,12 @@ def _topics(views: Sequence[PlotContext]) -> list[Topic]:
     def rank_heat(metric: Metric) -> Draw:
         return lambda view: heat.rank_heat(view, metric, by_rank[id(view)], rows[id(view)])
 
+    of_reduction = "Distance of the reduced gradient from the mean of the ranks' gradients."
     drawn: list[tuple[str, str, str, Draw]] = [
         ("loss", "Loss", "Of each rank's own rows.", figures.loss),
         ("norm", "Gradient norm", "Of each rank's own gradient, before the reduction.", figures.norm),
         ("cosine", "Gradient direction", "Cosine of each rank's gradient with the mean of the others.", figures.cosine),
-        (
-            "integrity",
-            "Is the reduction right?",
-            "Distance of the reduced gradient from the mean of the ranks' gradients.",
-            figures.integrity,
-        ),
+        ("integrity", "Is the reduction right?", of_reduction, figures.integrity),
     ]
     for metric in _BY_RANK:
         about = f"How far each rank's {metric} is from the median of all."
@@ -205,9 +201,8 @@ def _topics(views: Sequence[PlotContext]) -> list[Topic]:
 
 def _data(views: Sequence[PlotContext], parts: Sequence[dict[str, Any]], drawn: list[dict[str, Any]]) -> Markup:
     """Return the script's numbers as JSON that can stand in a page."""
-    axes = [
-        {"name": one.run.name, "low": one.axis.low, "high": one.axis.high, "steps": one.axis.steps()} for one in views
-    ]
+    shared = [(one.run.name, one.axis) for one in views]
+    axes = [{"name": name, "low": axis.low, "high": axis.high, "steps": axis.steps()} for name, axis in shared]
     matrices = [[panel.data for _, panel in part["matrices"]] for part in parts]
     since = next((view.verdict.since for view in views if view.verdict.since), None)
     numbers = {"axes": axes, "figures": drawn, "matrices": matrices, "since": since}
@@ -235,8 +230,7 @@ def _headline(verdicts: Sequence[RunVerdict]) -> str:
 
 def template(name: str) -> jinja2.Template:
     """Return a page's template: everything that it is given is escaped, and nothing may be missing."""
-    strict = jinja2.StrictUndefined
-    files = jinja2.FunctionLoader(text_of)
+    strict, files = jinja2.StrictUndefined, jinja2.FunctionLoader(text_of)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict, loader=files
     )

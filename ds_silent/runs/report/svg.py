@@ -11,7 +11,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from markupsafe import Markup, escape
 from PIL import Image
 
-from ds_silent.runs.columns import Floats
+from ds_silent.runs.columns import Floats, finite
 from ds_silent.runs.report.axis import Axis, BinnedCurve, shown, ticks
 
 WIDTH, HEIGHT = 1000, 100
@@ -142,17 +142,17 @@ def chart(
     ``keys``: of the legend, where they are not those of the series.
     """
     series = [one for one in series if not one.curve.empty]
-    shapes = [_scaled(one.curve, log) for one in series]
-    low, high = between or _range(shapes, [one.style for one in series], zero, level, log, heavy)
+    scaled = [replace(one, curve=_scaled(one.curve, log)) for one in series]
+    low, high = between or _range(scaled, zero, level, log, heavy)
     if between is None:
-        note = f"{note} {_points_outside(shapes, [one.style for one in series], low, high)}".strip()
+        note = f"{note} {_points_outside(scaled, low, high)}".strip()
     parts, clipped = [], []
     for mark in marks:
         x = f"{axis.at(mark.step) * WIDTH:.1f}"
         parts.append(f'<line class="told {escape(mark.severity)}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>')
-    for one, curve in zip(series, shapes, strict=True):
-        parts += _shape(axis, one, curve, low, high)
-        clipped += _clipped(axis, one, curve, low, high, height) if one.style != "band" else []
+    for one in scaled:
+        parts += _shape(axis, one, low, high)
+        clipped += _clipped(axis, one, low, high, height) if one.style != "band" else []
     if level is not None:
         y = _y(math.log10(level) if log else level, low, high)
         parts.append(f'<line class="level" x1="0" x2="{WIDTH}" y1="{y:.2f}" y2="{y:.2f}"/>')
@@ -180,21 +180,17 @@ def _scaled(curve: BinnedCurve, log: bool) -> BinnedCurve:
         return BinnedCurve(scaled(curve.low), scaled(curve.mean), scaled(curve.high), curve.broken)
 
 
-def _points_outside(curves: Sequence[BinnedCurve], styles: Sequence[Style], low: float, high: float) -> str:
+def _points_outside(series: Sequence[Series], low: float, high: float) -> str:
     """Say at how many places a line leaves the picture, where a sign marks it."""
-    off = [(one.low < low) | (one.high > high) for one, style in zip(curves, styles, strict=True) if style != "band"]
+    off = [(one.curve.low < low) | (one.curve.high > high) for one in series if one.style != "band"]
     count = int(np.logical_or.reduce(off).sum()) if off else 0
     return f"{count:,} point{'s lie' if count > 1 else ' lies'} outside of the picture (▲ ▼)." if count else ""
 
 
-def _range(
-    curves: Sequence[BinnedCurve], styles: Sequence[Style], zero: bool, level: float | None, log: bool, heavy: bool
-) -> Point:
+def _range(series: Sequence[Series], zero: bool, level: float | None, log: bool, heavy: bool) -> Point:
     """Return the scale's ends; where few bins lie far off, what the others need: the drawing marks the few."""
-    drawn = zip(curves, styles, strict=True)
-    each = [(curve.mean,) if style == "dash" else (curve.low, curve.high) for curve, style in drawn]
-    every = np.concatenate([*(values for both in each for values in both), np.zeros(0)])
-    every = every[np.isfinite(every)]
+    each = [(one.curve.mean,) if one.style == "dash" else (one.curve.low, one.curve.high) for one in series]
+    every = finite(np.concatenate([*(values for both in each for values in both), np.zeros(0)]))
     if not len(every):
         return 0.0, 1.0
     usual_low, usual_high = (float(value) for value in np.quantile(every, (0.25, 0.75) if heavy else (0.02, 0.98)))
@@ -214,14 +210,14 @@ def _y(value: float, low: float, high: float) -> float:
     return HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low))
 
 
-def _shape(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float) -> list[str]:
+def _shape(axis: Axis, one: Series, low: float, high: float) -> list[str]:
     def points(bins: Iterable[tuple[float, int]], values: Floats) -> list[Point]:
         return [(x * WIDTH, _y(float(values[n]), low, high)) for x, n in bins]
 
     def drawn(points: list[Point]) -> str:
         return " ".join(f"{x:.1f},{y:.2f}" for x, y in points)
 
-    parts = []
+    curve, parts = one.curve, []
     if one.style in ("band", "line") and (curve.high > curve.low).any():
         for run in _runs(curve.low + curve.high):
             bins = [(axis.centre(n), n) for n in run]
@@ -247,11 +243,11 @@ def _runs(values: Floats) -> list[list[int]]:
     return [part.tolist() for part in np.split(filled, np.flatnonzero(gaps > 4 * usual) + 1)]
 
 
-def _clipped(axis: Axis, one: Series, curve: BinnedCurve, low: float, high: float, height: int) -> list[str]:
+def _clipped(axis: Axis, one: Series, low: float, high: float, height: int) -> list[str]:
     """Mark at the edge where a value lies outside the picture or is not finite, outside of what is stretched."""
     with np.errstate(invalid="ignore"):
-        above, below = np.flatnonzero(curve.high > high), np.flatnonzero(curve.low < low)
-    marked = ((above, one.tone, 7, "▲"), (below, one.tone, height - 1, "▼"), (curve.broken, "broken", 8, "✕"))
+        above, below = np.flatnonzero(one.curve.high > high), np.flatnonzero(one.curve.low < low)
+    marked = ((above, one.tone, 7, "▲"), (below, one.tone, height - 1, "▼"), (one.curve.broken, "broken", 8, "✕"))
     return [
         f'<text class="off {tone}" x="{axis.centre(n) * 100:.2f}%" y="{y}">{sign}</text>'
         for bins, tone, y, sign in marked

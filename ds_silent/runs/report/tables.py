@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import escape
 
-from ds_silent.runs.columns import Floats
+from ds_silent.runs.columns import finite
 from ds_silent.runs.events import SEVERITIES, EventGroup, causes_first
 from ds_silent.runs.lines import number, of, text, whole
 from ds_silent.runs.report.axis import shown
@@ -107,7 +107,8 @@ def _bar(first: float, last: float, severity: str, row: int, ended: int = 0) -> 
 
 def facts_of(view: PlotContext) -> tuple[tuple[str, str], ...]:
     """Return what kind of run it is, in a few pairs."""
-    run, facts, hosts, step = view.run, view.run.facts, view.run.hosts, view.run.steps.step
+    run, facts, step = view.run, view.run.facts, view.run.steps.step
+    hosts = {place.host for place in run.places.values()}
     stage, batch = whole(of(facts, "training", "ZeRO stage"), 9), view.batch
     framework = " ".join(part for key in ("framework", "framework_version") if (part := text(of(facts, key), 40)))
     measured = f"{len(step):,} step{'s' * (len(step) != 1)}"
@@ -171,7 +172,7 @@ def objective_of(run: RunRecords) -> str:
     """Return in a sentence how much the labels count; empty where no step was measured."""
     if not len(run.steps):
         return ""
-    total = _finite(run.steps["label weights"])
+    total = finite(run.steps["label weights"])
     low, high = run.steps["label weight min"], run.steps["label weight max"]
     if not len(total):
         return "How much a label counts is not known: the loss is fused or compiled, or cannot be read on some rank."
@@ -183,7 +184,7 @@ def objective_of(run: RunRecords) -> str:
     else:
         said = f"The labels of a step weigh together {shown(largest)}: its gradient is {shown(largest)} times a mean's."
     with np.errstate(all="ignore"):
-        spread = _finite(high / low)
+        spread = finite(high / low)
     if not len(spread) or spread.min() <= 0.0:
         return said
     most = float(spread.max())
@@ -201,10 +202,6 @@ def _turned(run: RunRecords) -> str:
     error = f" (± {shown(errors[at])})" if errors[at] > 0.0 else ""
     turned = f"which turns the gradient by up to {shown(angles[at])} degrees{error}"
     return f": ranks do not weigh their labels alike, {turned}"
-
-
-def _finite(values: Floats) -> Floats:
-    return values[np.isfinite(values)]
 
 
 def repairs_of(run: RunRecords) -> list[EventGroup]:

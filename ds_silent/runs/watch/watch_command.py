@@ -204,7 +204,6 @@ class Following(threading.Thread):
         self.snapshot: Snapshot | None = None
 
     def run(self) -> None:
-        """Read until :meth:`leave`."""
         while not self._left.is_set():
             more = self._watched.poll()
             self.snapshot = self._watched.snapshot()
@@ -237,12 +236,8 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
     console = Console(force_terminal=True, force_interactive=True, highlight=False, markup=False, emoji=False)
     following.start()
     try:
-        with (
-            Keyboard(sys.stdin) as keyboard,
-            Live(
-                console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            ) as live,
-        ):
+        live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        with Keyboard(sys.stdin) as keyboard, live:
             _draw_until_left(following, keyboard, live, nothing)
     except OSError:  # of the terminal: all others are lines of the picture
         silence_stdout()

@@ -130,7 +130,6 @@ class Watched:
         return self._behind
 
     def snapshot(self) -> Snapshot:
-        """Return the run as it is now."""
         run, verdict = self._reader.run, self._judge()
         newest = run.steps.newest
         values = newest.values if newest else {}
