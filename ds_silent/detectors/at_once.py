@@ -136,26 +136,23 @@ class AtOnce:
         """
         self.scores = ()
         self._signed |= bool((losses[np.isfinite(losses)] <= 0.0).any())
-        found: list[StandsOut] = []
-        for index, (quantity, sign) in enumerate(SIDES):
-            if quantity == 0 and self._signed:
-                continue
-            values = (losses, norms)[quantity]
-            seen = np.flatnonzero(healthy & np.isfinite(values) & (values > 0.0))
-            if len(seen) < 2:
-                continue
-            order = seen[np.argsort(-sign * values[seen], kind="stable")]
-            lasting = least if sign > 0 else max(least, LASTING)
-            apart = self._judge(step, index, sign * np.log(values[order]), order, label_tokens, lasting)
-            if apart is not None:
-                found.append(apart)
-        return max(found, key=lambda one: one.score, default=None)
+        found = [
+            self._judge(step, index, (losses, norms)[quantity], label_tokens, healthy, least)
+            for index, (quantity, _) in enumerate(SIDES)
+            if not (quantity == 0 and self._signed)
+        ]
+        return max(filter(None, found), key=lambda one: one.score, default=None)
 
     def _judge(
-        self, step: int, index: int, logs: Array, order: Ranks, label_tokens: Array, least: int
+        self, step: int, index: int, values: Array, label_tokens: Array, healthy: Flags, least: int
     ) -> StandsOut | None:
         """Judge one quantity on one side: return a rank that stands out, learn from all that do not."""
         quantity, sign = QUANTITIES[SIDES[index][0]], SIDES[index][1]
+        seen = np.flatnonzero(healthy & np.isfinite(values) & (values > 0.0))
+        if len(seen) < 2:
+            return None
+        order = seen[np.argsort(-sign * values[seen], kind="stable")]
+        logs, least = sign * np.log(values[order]), least if sign > 0 else max(least, LASTING)
         rank, gap = int(order[0]), float(logs[0] - logs[1])
         excess = float(logs[0]) - max(float(logs[1]), self._highest[index]) - self._tokens_off(order, label_tokens)
         run = self._runs[index]

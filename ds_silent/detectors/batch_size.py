@@ -87,8 +87,7 @@ class BatchSizeTest(Detector):
                 "Give every rank's loader the same batch size, or weigh each rank's loss by its rows; look at "
                 f"{self._words.batch_size} and at the loader of the rank named."
             )
-        key = f"batch-size:{','.join(map(str, rows))}"
-        score = float(max(rows)) / min(rows)
+        key, score = f"batch-size:{','.join(map(str, rows))}", float(max(rows)) / min(rows)
         return [Finding(key, "batch-size-mismatch", "warning", ranks, "rows", score, 1.0, message, remedy, self._since)]
 
 
@@ -161,13 +160,10 @@ class FullLabelsTest(Detector):
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         tokens = np.array(evidence.label_tokens or (), dtype=np.float64)
         rows = set(evidence.rows_taken or ())
-        if len(tokens) < 2 or tokens.min() <= 0 or len(rows) > 1:
+        if len(tokens) < 2 or tokens.min() <= 0 or len(rows) > 1 or (tokens == tokens.max()).sum() > 1:
             self._steps = 0
             return []
         rank = int(tokens.argmax())
-        if (tokens == tokens[rank]).sum() > 1:
-            self._steps = 0
-            return []
         if not self._steps or (rank, int(tokens[rank])) != (self._rank, self._full) or len(tokens) != len(self._fewer):
             self._rank, self._full, self._steps, self._since = rank, int(tokens[rank]), 0, record.step
             self._fewer, self._changed = tokens, np.zeros(len(tokens))

@@ -21,6 +21,10 @@ from ds_silent.text import named
 SHOWN_LAYERS = 3
 _HABIT, _ALONE = 8, 16  # measured steps
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
+_DETACHED = (
+    "Look for a detached loss, a loss multiplied by 0, parameters that do not require gradients, or a batch without "
+    "labels."
+)
 
 
 class BrokenNumbers(Detector):
@@ -97,13 +101,11 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         began = f", first in {layers[0]}" if layers else ""
         verb = "are" if bad_loss and bad_gradient else "is"
         message = f"The {what} of {named(ranks, record.world_size)} {verb} not finite{began}."
-    elif not extras.step_skipped and _bad(record.grad_norm.aggregated):
+    elif extras.step_skipped:
+        return []
+    elif _bad(record.grad_norm.aggregated):
         where, message = "aggregated gradient", "The aggregated gradient is not finite although every rank's own is."
-    elif (
-        not extras.step_skipped
-        and _bad(record.direction.mean_cosine)
-        and min(record.grad_norm.per_rank or (0.0,)) > 0.0
-    ):
+    elif _bad(record.direction.mean_cosine) and min(record.grad_norm.per_rank or (0.0,)) > 0.0:
         where, message = "direction", "A gradient's sketch is not finite although its norm is: it overflows in fp32."
     else:
         return []
@@ -139,12 +141,7 @@ def zero_gradient(record: StepRecord, extras: Evidence, without: Collection[int]
     ranks = tuple(sorted(zero))
     cause = _unlabelled(ranks, extras)
     message = f"The gradient of {named(ranks, record.world_size)} is exactly zero in all parameters{cause}."
-    remedy = (
-        _LABELS
-        if cause
-        else "Look for a detached loss, a loss multiplied by 0, parameters that do not require gradients, or a batch "
-        "without labels."
-    )
+    remedy = _LABELS if cause else _DETACHED
     key = f"zero-gradient:{','.join(map(str, ranks))}"
     return [Finding(key, "zero-gradient", "error", ranks, "gradient", 0.0, None, message, remedy, record.step)]
 

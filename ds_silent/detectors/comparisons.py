@@ -60,8 +60,6 @@ SMALLEST = (0.0, 0.02, 0.01, 0.02)
 """Moves of a rank's offset that are always expected: of the loss, the log norm, the cosine, the log label tokens."""
 _COVARIATES = ([TOKENS], [LOSS, TOKENS, DIRECTION], [LOSS, TOKENS])  # that explain each of the statistics
 _NOT_TOKENS = [row for row in range(len(WINDOWS) * len(SMALLEST)) if row % len(SMALLEST) != TOKENS]
-
-
 MEMORY = 256  # steps whose coefficients explain a statistic by others
 RIDGE = 1e-3  # of each covariate's own variance: collinear or constant covariates explain nothing
 
@@ -177,8 +175,7 @@ class AgainstOthers(_Comparison):
         sizes = [_sizes(values[row], healthy) if random else np.full_like(values[row], np.nan) for row in _SIZED]
         self._test.step(step, np.concatenate([values, sizes]), healthy)
         if _all_equal(columns[TOKENS], healthy):
-            self._test.halve_cusum(TOKENS)
-            self._test.halve_cusum(TOKENS_SIZE)
+            self._test.halve_cusum([TOKENS, TOKENS_SIZE])
 
     def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""
@@ -225,8 +222,7 @@ class AgainstOwnPast(_Comparison):
         deviations, slack = self._past.step(rest, values, healthy)
         self._test.step(step, deviations, healthy, slack)
         if _all_equal(columns[TOKENS], healthy):
-            for window in range(len(WINDOWS)):
-                self._test.halve_cusum(window * len(SMALLEST) + TOKENS)
+            self._test.halve_cusum(slice(TOKENS, None, len(SMALLEST)))  # of every window
 
     def score(self, ranks: Ranks = slice(None), add: Add = np.logaddexp.reduce) -> Array:
         """(N,) log evidence against each rank."""

@@ -94,19 +94,15 @@ def by_gradients(record: StepRecord, directions: Array | None = None) -> list[Fi
     losses, norms = record.loss.per_rank, record.grad_norm.per_rank
     if losses is None or norms is None:
         return []
-    ranks = range(record.world_size)
     if directions is not None:
         return [_same(record, group) for group in same_directions(directions, losses, norms)]
-    if record.cosine_matrix is not None:
-        highest = record.direction.max_cosine
-        if highest is not None and highest < 1.0 - COSINE_GAP:  # the common case, without looking at N^2 pairs
-            return []
-        matrix = record.cosine_matrix
-        near = [(i, j) for i in ranks for j in ranks if i < j and matrix[i][j] >= 1.0 - COSINE_GAP]
-    elif (record.direction.mean_cosine or 0.0) >= 1.0 - COSINE_GAP:
-        near = [(0, j) for j in ranks if j]
+    ranks, direction, matrix = range(record.world_size), record.direction, record.cosine_matrix
+    if matrix is None:
+        near = [(0, j) for j in ranks if j] if (direction.mean_cosine or 0.0) >= 1.0 - COSINE_GAP else []
+    elif direction.max_cosine is not None and direction.max_cosine < 1.0 - COSINE_GAP:
+        return []  # the common case, without looking at N^2 pairs
     else:
-        return []
+        near = [(i, j) for i, j in combinations(ranks, 2) if matrix[i][j] >= 1.0 - COSINE_GAP]
     same = [p for p in near if _close(losses, p, SAME_LOSS) and _close(norms, p, SAME_NORM)]
     return [_same(record, group) for group in groups(same)]
 

@@ -79,11 +79,8 @@ class Effect:
 def effect_of(seen: Symptoms, where: str, sizes: EffectsConfig, context: EffectContext) -> Effect:
     """Return the effect that a rank's symptoms show; ``where``: the statistic that was found to differ."""
     size = _size(seen, where)
-    large = (
-        _log(seen.loss) >= math.log1p(sizes.loss)
-        or _log(seen.norm) >= math.log1p(sizes.gradient_norm)
-        or _turned(seen) >= sizes.direction
-    )
+    large = _log(seen.loss) >= math.log1p(sizes.loss) or _log(seen.norm) >= math.log1p(sizes.gradient_norm)
+    large |= _turned(seen) >= sizes.direction
     if context.random:
         return Effect("warning" if large else "info", size)
     if context.own_past:
@@ -111,9 +108,8 @@ def _changed_by_no_data(seen: Symptoms, where: str, sizes: EffectsConfig, norm_b
 
 def _may_be_no_data(seen: Symptoms, where: str, sizes: EffectsConfig) -> bool:
     """Return whether the norm changed by enough and the loss by little; the rest is hard to see in a few steps."""
-    if seen.loss is None or not _is_longer(seen, where, sizes, None):
-        return False
-    return is_plain(seen) or _follows_norm_little(seen)
+    longer = seen.loss is not None and _is_longer(seen, where, sizes, None)
+    return longer and (is_plain(seen) or _follows_norm_little(seen))
 
 
 def _is_longer(seen: Symptoms, where: str, sizes: EffectsConfig, norm_beyond: float | None) -> bool:
@@ -207,10 +203,7 @@ class Weigher:
     def weigh(self, rank: int, flag: Flag, healthy: Flags, comparable: Flags, random: bool) -> None:
         """Complete the flag of a rank by what its numbers say since its fault began.
 
-        Args:
-            healthy: (N,) ranks that it was compared with.
-            comparable: (N,) those, and ranks with a note of old.
-            random: whether rows are dealt at random.
+        ``healthy``, (N,): ranks that it was compared with; ``comparable``: these, and ranks with a note of old.
         """
         others = [other for other in np.flatnonzero(healthy).tolist() if other != rank]
         own_past, since, recent = flag.own_past, flag.since, self.recent
@@ -261,29 +254,22 @@ class Weigher:
         own_past: bool = False,
         sudden: bool = True,
     ) -> EffectContext:
-        others = [other for other in np.flatnonzero(comparable).tolist() if other != rank] or others
+        recent, others = self.recent, [one for one in np.flatnonzero(comparable).tolist() if one != rank] or others
         highest = self._highest[0, list(others)].max(initial=-np.inf)
+        norm_beyond = inputs_beyond = None
         if own_past:
             before = 1 if since >= self._looked else 2  # its fault's own losses are none of its past
             highest = max(highest, self._highest[before, rank])
-        now = self.recent.loss(rank, since)
+            inputs_beyond, alone = recent.inputs_beyond(rank, since), recent.norm_moved_alone(rank, others, since)
+            norm_beyond = beyond(*recent.around(rank, others, since, "gradient norm")) if alone else 0.0
+        now = recent.loss(rank, since)
         above = now / highest if now is not None and 0.0 < highest < math.inf else None
         with np.errstate(all="ignore"):
             first = np.log(self._first[0] / self._first[1])
             theirs = first[list(others)]
             unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
-        norm_beyond = beyond(*self.recent.around(rank, others, since, "gradient norm")) if own_past else None
-        if own_past and not self.recent.norm_moved_alone(rank, others, since):
-            norm_beyond = 0.0
-        return EffectContext(
-            random=random,
-            own_past=own_past,
-            above_highest=above,
-            first_loss=unlike if math.isfinite(unlike) else None,
-            inputs_beyond=self.recent.inputs_beyond(rank, since) if own_past else None,
-            sudden=sudden,
-            norm_beyond=norm_beyond,
-        )
+        first_loss = unlike if math.isfinite(unlike) else None
+        return EffectContext(random, own_past, above, first_loss, inputs_beyond, sudden, norm_beyond)
 
     def state_dict(self) -> dict[str, Any]:
         highest = {"highest": listed(self._highest), "looked": self._looked}

@@ -74,15 +74,9 @@ class _Series:
     usual: float | None = None  # how much the level moves from block to block; None: no bets
 
     def add(self, count: int, value: float, usual: float | None) -> None:
-        """Add one value.
-
-        Args:
-            count: values before this one, in the whole run.
-            usual: see :meth:`_Level.usual`; looked at when the reference is complete.
-        """
+        """Add one value; ``count``: those before it in the whole run, ``usual``: see :class:`_Level`."""
         if count % SEGMENT == self.start:
-            fresh = _Series(self.start)
-            self.segment, self.positions, self.evidence, self.usual = fresh.segment, [], fresh.evidence, None
+            self.segment, self.positions, self.evidence, self.usual = [], [], [_NOTHING] * len(_TILTS), None
         if len(self.segment) == REFERENCE:
             self.usual = usual if _trend(self.positions) <= TREND else None
         self.segment.append(value)
@@ -99,11 +93,9 @@ class _Series:
 
     def jumped(self, deviations: float) -> bool:
         """Whether what the evidence speaks of is a jump, ``deviations`` times larger than the level's usual moves."""
-        if self.usual is None:
-            return False
         before, spread = _middle(self.segment[:REFERENCE])
         size = abs(median(self.segment[-NEWEST:]) - before)
-        return size > deviations * self.usual * spread
+        return self.usual is not None and size > deviations * self.usual * spread
 
 
 @dataclass
@@ -199,8 +191,6 @@ class JumpTest(Detector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self._levels = {name: _Level(**level) for name, level in state["levels"].items()}
-        for level in self._levels.values():
-            level.last = None if level.last is None else (level.last[0], level.last[1])
         self._series = {name: [_Series(**series) for series in state["series"][name]] for name in _NAMES}
         self._counts, self._noted = dict(state["counts"]), dict(state["noted"])
 

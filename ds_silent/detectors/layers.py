@@ -103,9 +103,9 @@ class LayerTest:
             return self.standing()
         values = _values(seen, label_tokens, self.ranks)
         self._turns = seen.cosines is not None
+        if random != self._random:  # values are of another unit
+            self._test.load_scales(None)
         if len(values) != self._test.series or random != self._random:
-            if random != self._random:  # values are of another unit
-                self._test.load_scales(None)
             self._random = random
             self._start(len(values))
         _remember(self._recent, seen)
@@ -147,6 +147,9 @@ class LayerTest:
             smallest[self._directions : -1] = TURNS
             self._own = OwnPast(series, self.ranks, WINDOW, smallest)
 
+    def _only(self, rank: int) -> Flags:
+        return np.asarray(np.arange(self.ranks) == rank)
+
     # -- who is flagged ------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -157,9 +160,9 @@ class LayerTest:
                 flag.left = min(flag.left + math.log(max(gain, 1e-300)), self._threshold)
             if flag.left < self._threshold / 2:
                 del self._flagged[rank]
-                self._test.forget(np.arange(self.ranks) == rank)
+                self._test.forget(self._only(rank))
                 if self._own is not None:
-                    self._own.forget(np.arange(self.ranks) == rank)
+                    self._own.forget(self._only(rank))
 
     def _flag(self, step: int, names: tuple[str, ...], healthy: Flags, plain: Callable[[int, int], bool]) -> None:
         score = np.where(healthy, self._test.score(), -np.inf)
@@ -197,11 +200,11 @@ class LayerTest:
                 flag.severity = "info"
         if self._own is not None and flag.severity == "info":
             self.notes = (_note(step, rank, flag, self._threshold),)
-            self._own.forget(np.arange(self.ranks) == rank)
+            self._own.forget(self._only(rank))
             self._test.forget(healthy)
         else:
             self._flagged[rank] = flag
-            self._test.forget(healthy & (np.arange(self.ranks) != rank))  # they were compared with a faulty rank
+            self._test.forget(healthy & ~self._only(rank))  # they were compared with a faulty rank
         self._test.unlearn(flag.since)
 
     def _shifts(self, rank: int, direction: bool, healthy: Flags) -> tuple[Array, Array, Array]:
@@ -210,7 +213,7 @@ class LayerTest:
         The others' medians hold the layer that is off, so that the calmest layer may have the most evidence. These say
         which layer it is.
         """
-        others = healthy & (np.arange(self.ranks) != rank)
+        others = healthy & ~self._only(rank)
         recent = np.nan_to_num(self._recent[direction])
         middle = np.median(recent[others], axis=0)
         shift = recent[rank] - middle
@@ -221,11 +224,11 @@ class LayerTest:
 
     def _severity(self, shift: float, direction: bool) -> Severity:
         """Return the severity by size alone: whether rows explain it is asked separately."""
-        sizes = self._sizes
         if self._own is None:
-            least = sizes.direction if direction else math.log1p(sizes.layer)
-            return "warning" if abs(shift) >= least else "info"
-        return "warning" if not direction and abs(shift) >= math.log1p(sizes.changed_norm) else "info"
+            least = self._sizes.direction if direction else math.log1p(self._sizes.layer)
+        else:
+            least = math.inf if direction else math.log1p(self._sizes.changed_norm)
+        return "warning" if abs(shift) >= least else "info"
 
     def _of_rows(self, step: int, since: int, rank: int, layer: int, others: list[int]) -> bool:
         """Whether a rank's own rows may have changed the size of its layer: slowly, as before, or as other ranks'."""
@@ -247,8 +250,7 @@ class LayerTest:
         return (self._test.series - 1) // 2 if self._turns else self._test.series - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: who is flagged and the scales. Evidence that is not enough yet starts anew: it would be as many
-        numbers as there are layers, ranks and tilts."""
+        """JSON-able: who is flagged and the scales. The rest would be as many numbers as layers x ranks x tilts."""
         return {
             "ranks": self.ranks,
             "random": self._random,
@@ -269,8 +271,8 @@ def _note(step: int, rank: int, flag: LayerFlag, threshold: float) -> Event:
         "against its other layers. Other rows on this rank look like this."
     )
     remedy = "Nothing to do if this rank's rows changed there; else look for code that treats this layer differently."
-    where, ranks = flag.where, tuple(flag.ranks)
-    return Event(step, "outlier-rank", "info", ranks, where, flag.score, threshold, message, remedy)
+    place = tuple(flag.ranks), flag.where
+    return Event(step, "outlier-rank", "info", *place, flag.score, threshold, message, remedy)
 
 
 def _finding(rank: int, flag: LayerFlag, threshold: float, random: bool) -> Finding:
@@ -307,9 +309,8 @@ def _finding(rank: int, flag: LayerFlag, threshold: float, random: bool) -> Find
 
 def _others_moved(flag: LayerFlag) -> bool:
     """Return whether the layer is about as large as on the others, and the rank's other layers are not."""
-    whole = abs(flag.own - flag.others)
-    rest = abs(flag.own - flag.others - flag.shift)
-    return not flag.direction and rest > max(2.0 * whole, REST)
+    whole = flag.own - flag.others
+    return not flag.direction and abs(whole - flag.shift) > max(2.0 * abs(whole), REST)
 
 
 def _values(seen: LayerValues, label_tokens: Sequence[float] | None, ranks: int) -> Array:

@@ -53,23 +53,14 @@ _OF_NOBODY: tuple[EventKind, ...] = ("aggregation-error",)  # whose gradient it 
 _UNSURE = 4
 _OF_ROWS = ("data-order-mismatch", "low-coverage")  # whose fault it is, is often not known from rows
 _OF_UPDATES = (
-    "learning rate",
-    "weight decay",
-    "betas",
-    "eps",
-    "optimizer",
-    "hyper-parameters",
-    "clipping",
-    "schedul",
-    "trainable",
+    *("learning rate", "weight decay", "betas", "eps", "optimizer", "hyper-parameters"),
+    *("clipping", "schedul", "trainable"),
 )
 ELSEWHERE = ("checkpoint", "optimizer step")
 """The place of an event about ranks that go on from another state, see :mod:`ds_silent.observing.lockstep`."""
 _OF_FORWARDS = ("settings of", "training mode")
 _AUTOCAST = "autocast"  # gradients come in another order, in which ZeRO-1 and 2 fill their buckets (DeepSpeed 0.19.8)
 _HOLDINGS = "optimizer's parameters"  # what no optimizer holds is not cleared by it either
-
-
 PARTING: tuple[EventKind, ...] = ("aggregation-error", "unreduced-gradient", "update-mismatch", "config-mismatch")
 """After these the replicas are compared, whatever the interval says, and after an outlier, which other weights make."""
 
@@ -164,9 +155,9 @@ def setting_findings(found: tuple[Unlike, ...]) -> list[Finding]:
     """Return one finding per group of settings and ranks; the event is of the step at which it was seen first."""
     findings = []
     for u in found:
-        effects = u.effects if u.key.startswith(KEY) else (*u.effects, *effects_of_settings("config-mismatch", u.where))
+        more = () if u.key.startswith(KEY) else effects_of_settings("config-mismatch", u.where)
         finding = Finding(u.key, u.kind, u.severity, u.ranks, u.where, None, None, u.message, u.remedy, u.since)
-        findings.append(replace(finding, effects=effects))
+        findings.append(replace(finding, effects=(*u.effects, *more)))
     return findings
 
 
@@ -229,8 +220,7 @@ class Episodes:
                     remedy = "What was trained meanwhile stays so: see the remedy of its first event."
                 left = [f for k, f in present.items() if self._active[k].cause == key]
                 if left:
-                    # weights do not mend by themselves: they are named first
-                    goes_on = min(left, key=lambda one: one.kind != "replica-drift")
+                    goes_on = min(left, key=lambda one: one.kind != "replica-drift")  # weights do not mend themselves
                     message += f" What it has left behind goes on: {goes_on.kind} of {goes_on.where}."
                     remedy = goes_on.remedy
                 place = episode.ranks, episode.where
@@ -243,8 +233,7 @@ class Episodes:
             return finding.key
         for key, one in self._active.items():
             alike = (one.family, one.kind) == (finding.family, finding.kind)
-            accuses = set(finding.ranks) - set(one.ranks)
-            if alike and not accuses and (one.ranks or finding.where == one.where):
+            if alike and set(finding.ranks) <= set(one.ranks) and (one.ranks or finding.where == one.where):
                 return key
         return finding.key
 
@@ -274,9 +263,8 @@ class Episodes:
 
     def explains(self, note: Event) -> bool:
         """Tell whether an open fault makes the ranks of a note other than the rest: the note would point elsewhere."""
-        return bool(note.ranks) and any(
-            note.kind in fault.brings_about and set(note.ranks) <= set(fault.ranks) for _, fault in self._open()
-        )
+        causes = [fault for _, fault in self._open() if note.kind in fault.brings_about]
+        return bool(note.ranks) and any(set(note.ranks) <= set(fault.ranks) for fault in causes)
 
     def start(self, step: int, finding: Finding) -> list[Event]:
         """Return the event of one finding after the last step; none if the fault is open already."""
@@ -289,8 +277,8 @@ class Episodes:
         return {"active": {key: asdict(episode) for key, episode in self._active.items()}, "returns": self._returns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._active = {}
-        for key, fault in state["active"].items():
-            tuples = {"ranks": tuple(fault["ranks"]), "effects": tuple(fault["effects"])}
-            self._active[key] = OpenFault(**fault | tuples)
+        self._active = {
+            key: OpenFault(**fault | {name: tuple(fault[name]) for name in ("ranks", "effects")})
+            for key, fault in state["active"].items()
+        }
         self._returns = dict(state["returns"])

@@ -206,11 +206,9 @@ def _of_counts(seen: Symptoms, loss: float, norm: float, words: Words) -> list[L
     if rows and abs(rows) > math.log(PLAIN):
         text = f"it takes {seen.rows:g} rows per step, the others {seen.peers_rows:g}"
         found.append(LikelyCause("batch-size-differs", text, "the batch size of this rank's loader"))
-    if tokens and abs(tokens) > math.log(1.5) and tokens * norm <= 0.0 and not (loss and abs(loss) > math.log(LARGE)):
-        text = (
-            f"its rows hold {math.exp(tokens):.2g} times the label tokens of the others', and a mean over "
-            f"{'fewer is noisier and longer' if tokens < 0 else 'more is shorter'}"
-        )
+    if tokens and abs(tokens) > math.log(1.5) and tokens * norm <= 0.0 and abs(loss) <= math.log(LARGE):
+        over = "fewer is noisier and longer" if tokens < 0 else "more is shorter"
+        text = f"its rows hold {math.exp(tokens):.2g} times the label tokens of the others', and a mean over {over}"
         look = "this rank's rows and its masking of labels; weigh the loss by the label tokens of all ranks"
         found.append(LikelyCause("label-tokens-differ", text, look))
     return found
@@ -223,15 +221,11 @@ def _of_one_factor(seen: Symptoms, factor: float, words: Words) -> list[LikelyCa
     found = []
     each = " per micro-batch" if (seen.micro_batches or 1.0) > 1.0 else ""
     summed = "the loss is summed over them, not averaged"
+    undivided = f"the loss is not divided by {words.accumulation}, or divided twice by the others"
     candidates = (
         ("loss-summed", seen.each(seen.label_tokens), f"label tokens{each}", summed),
         ("loss-summed-over-rows", seen.each(seen.rows), f"rows{each}", summed),
-        (
-            "loss-not-divided",
-            seen.micro_batches,
-            "micro-batches per step",
-            f"the loss is not divided by {words.accumulation}, or divided twice by the others",
-        ),
+        ("loss-not-divided", seen.micro_batches, "micro-batches per step", undivided),
         ("loss-times-ranks", float(seen.ranks) or None, "ranks", "the loss is multiplied by the world size"),
     )
     look = "reduction='sum' or 'mean', and divisions of the loss, in this rank's code"
@@ -259,14 +253,9 @@ def _simple(seen: Symptoms) -> bool:
     """Whether loss and norm are both multiplied by a number that scripts multiply by, within their standard errors."""
     counts = (*SIMPLE, seen.ranks, seen.micro_batches, seen.each(seen.rows), seen.each(seen.label_tokens))
     sides = ((seen.loss, seen.loss_noise, *SIMPLE_LOSS), (seen.norm, seen.norm_noise, *SIMPLE_NORM))
-    return any(
-        all(
-            abs(_log(ratio) - math.log(count)) <= min(max(3.0 * noise, least), most)
-            for ratio, noise, least, most in sides
-        )
-        for count in counts
-        if count is not None and count > 1.0
-    )
+    near = [(_log(ratio), min(max(3.0 * noise, least), most)) for ratio, noise, least, most in sides]
+    known = [math.log(count) for count in counts if count is not None and count > 1.0]
+    return any(all(abs(factor - count) <= apart for factor, apart in near) for count in known)
 
 
 def _of_the_loss(seen: Symptoms, loss: float, norm: float) -> list[LikelyCause]:

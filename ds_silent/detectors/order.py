@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.finding import Detector, Finding, listed, unlisted
+from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.repeats import (
     MEMORY,
     ROUNDING,
@@ -56,6 +56,7 @@ class OrderTest(Detector):
     """Follow the coverage of one run; ``repeats`` weighs the rows that single ranks take again."""
 
     key = "order"
+    stored = ("evidence", "mismatch_since", "low", "own", "lately")
 
     def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
         self._threshold, self._repeats = log_threshold, repeats
@@ -189,23 +190,12 @@ class OrderTest(Detector):
         return findings
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "evidence": listed(self._evidence),
-            "last": None if self._last is None else asdict(self._last),
-            "mismatch_since": self._mismatch_since,
-            "low": self._low,
-            "own": self._own,
-            "lately": listed(self._lately),
-        }
+        return {**super().state_dict(), "last": None if self._last is None else asdict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._evidence = unlisted(state["evidence"])
+        super().load_state_dict({"lately": [0.0, 0.0], **state})
         self._score = float(mean_evidence(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
-        self._mismatch_since = state["mismatch_since"]
-        self._own = float(state["own"])
-        self._lately = unlisted(state.get("lately", [0.0, 0.0]))
-        self._low = None if state["low"] is None else (state["low"][0], state["low"][1])
 
 
 def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:

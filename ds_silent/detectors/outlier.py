@@ -176,9 +176,8 @@ class OutlierTest:
             return
         onset, where, series = found.onset, found.statistic, found.series
         flag = Flag(where, onset.step, onset.sign, onset.component, score, self._threshold, series=series)
-        meaning = (_SPREAD if found.spread else _MEANING[where, onset.sign]).format(
-            where=where, **(_OWN_PAST if own_past else _OTHERS)
-        )
+        meaning = _SPREAD if found.spread else _MEANING[where, onset.sign]
+        meaning = meaning.format(where=where, **(_OWN_PAST if own_past else _OTHERS))
         flag.own_past, flag.spread, flag.meaning = own_past, found.spread, f"{meaning}, since about step {onset.step}"
         self._set_apart(step, rank, flag, healthy)
         test.forget(healthy & (~self._only(rank)))  # they were compared with a faulty rank
@@ -296,17 +295,16 @@ def _of_data(rank: int, flag: Flag) -> tuple[str, str]:
 
 def note_of(step: int, rank: int, flag: Flag, random: bool) -> Event:
     """Return the note of a change that the rank's rows may have caused."""
-    message, remedy = message_of(rank, flag, random), f"Look at {flag.look_at}."
-    ranks, score, threshold = tuple(flag.ranks), flag.score, flag.threshold
-    return Event(step, "outlier-rank", "info", ranks, flag.where, score, threshold, message, remedy)
+    message, place = message_of(rank, flag, random), (tuple(flag.ranks), flag.where, flag.score, flag.threshold)
+    return Event(step, "outlier-rank", "info", *place, message, f"Look at {flag.look_at}.")
 
 
 def finding_of(rank: int, flag: Flag, random: bool) -> Finding:
     """Return the finding of a flagged rank."""
     assert flag.severity is not None
     key, message, remedy = f"outlier-rank:{rank}", message_of(rank, flag, random), f"Look at {flag.look_at}."
-    ranks, where, score, threshold = tuple(flag.ranks), flag.where, flag.score, flag.threshold
-    found = Finding(key, "outlier-rank", flag.severity, ranks, where, score, threshold, message, remedy, flag.since)
+    place = tuple(flag.ranks), flag.where, flag.score, flag.threshold
+    found = Finding(key, "outlier-rank", flag.severity, *place, message, remedy, flag.since)
     guesses = _of_data(rank, flag) if flag.severity == "info" and not random else (flag.why,)
     return replace(found.by_chance(), effect=flag.effect, guesses=guesses)
 
@@ -340,11 +338,10 @@ class RankComparison(Detector):
             self.notes = tuple(self._new_notes(record.step, (*outlier.notes, *layers.notes)))
         untrained = {rank for finding in before if finding.key.startswith("stale:") for rank in finding.ranks}
         found = self._one_of_each(whole, single, untrained)
-        if evidence.crosses:  # one rank's fault is in the others' gradients, too
-            return [
-                one if one.severity == "info" else replace(one, effects=(*one.effects, *_OF_RANKS)) for one in found
-            ]
-        return found
+        if not evidence.crosses:
+            return found
+        # else one rank's fault is in the others' gradients, too
+        return [one if one.severity == "info" else replace(one, effects=(*one.effects, *_OF_RANKS)) for one in found]
 
     def _begin(self, ranks: int) -> tuple[OutlierTest, LayerTest]:
         self.outlier = OutlierTest(ranks, self._log_threshold, self._words, self._sizes)

@@ -86,7 +86,7 @@ def bounds(seen: ReductionEvidence | None) -> tuple[Score, ...]:
         scores.append(Score("rounding", check.relative_error, check.rounding_bound, where="aggregated gradient"))
     if applied is not None and not applied.changed:
         scores.append(Score("rounding", applied.relative_error, applied.bound, where=APPLIED))
-        factors = [factor for factor in applied.factors if factor is not None]
+        factors = applied.known
         if factors and applied.expected > 0.0 and not applied.unscaled_late:
             off = max(abs(factor / applied.expected - 1.0) for factor in (max(factors), min(factors)))
             scores.append(Score("rounding", off, applied.tolerance, where="factor of the applied gradient"))
@@ -98,7 +98,7 @@ def notes(seen: ReductionEvidence | None, words: Words = TORCH) -> list[Event]:
     applied = None if seen is None else seen.applied
     if applied is None or not applied.note:
         return []
-    factors = [factor / applied.expected for factor in applied.factors if factor is not None]
+    factors = [factor / applied.expected for factor in applied.known]
     shown = list(dict.fromkeys(f"{factor:.3g}" for factor in (min(factors), max(factors)))) if factors else []
     size = f"{' to '.join(shown)} times" if shown else "another gradient than"
     message = (
@@ -190,10 +190,9 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
             "gradient of its own rows, and the replicas part."
         )
         remedy = distrust(words, (), "unsynchronised")
-        key, apart = f"integrity unsynchronised {where}", ("replica-drift",)
-        return Finding(
-            key, "unreduced-gradient", "error", (), where, None, None, message, remedy, record.step, effects=apart
-        )
+        key = f"integrity unsynchronised {where}"
+        found = Finding(key, "unreduced-gradient", "error", (), where, None, None, message, remedy, record.step)
+        return replace(found, effects=("replica-drift",))
     odd = outvoted(groups)
     message = (
         f"The ranks hold different aggregated gradients in {where}: {who_received(groups, record.world_size)} The "
@@ -223,30 +222,22 @@ def _handed(step: int, factors: tuple[float, ...]) -> Finding:
 def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Finding]:
     world_size, findings = record.world_size, list[Finding]()
 
-    def add(
-        key: str,
-        ranks: tuple[int, ...],
-        score: float | None,
-        bound: float | None,
-        text: str,
-        remedy: str,
-        effects: tuple[str, ...] = (),
-    ) -> None:
-        message, step = f"{text} (step {seen.step})", seen.step
-        apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
+    def add(key: str, ranks: tuple[int, ...], score: float | None, bound: float | None, text: str, remedy: str) -> None:
+        key, message, step = f"integrity {key}", f"{text} (step {seen.step})", seen.step
         found = Finding(key, "aggregation-error", "error", ranks, APPLIED, score, bound, message, remedy, step, step)
-        findings.append(replace(found, effects=(*apart, *effects)))
+        apart = ("replica-drift",) if ranks and len(ranks) < world_size else ()
+        findings.append(replace(found, effects=apart))
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
+        add(f"idle {seen.idle}", seen.idle, None, None, text, remedy)
         counts = f"unlike:counters:{seen.idle}"  # a step that was skipped is not counted
-        add(f"integrity idle {seen.idle}", seen.idle, None, None, text, remedy, (counts,))
+        findings[-1] = replace(findings[-1], effects=(*findings[-1].effects, counts))
     if seen.changed:
         if seen.unlike:
-            known = [factor for factor in seen.factors if factor is not None]
-            usual = statistics.median_low(known)  # of an empty share, which goes with the others
+            usual = statistics.median_low(seen.known)  # of an empty share, which goes with the others
             applied = tuple(usual if factor is None else factor for factor in seen.factors)
             findings.append(_handed(seen.step, applied))
         return findings
@@ -259,19 +250,19 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
             "was applied."
         )
         remedy = "Nothing to do: one step is too small each time the loss scale grows; bf16 needs no loss scale."
-        add("integrity rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy)
+        add("rescaled", (), abs(ratio - 1.0), seen.tolerance, text, remedy)
         findings[-1] = replace(findings[-1], severity="info")
     elif wrong:
         factors = [factor for rank in wrong if (factor := seen.factors[rank]) is not None]
         ratio = sum(factors) / len(factors) / seen.expected
-        everywhere = len(wrong) == sum(factor is not None for factor in seen.factors)
+        everywhere = len(wrong) == len(seen.known)
         whose = "" if everywhere else f" on {named(wrong, world_size)}"
         text = f"The optimizer applied {ratio:.4g} times the aggregated gradient, unscaled and clipped{whose}."
         remedy = (
             f"Compare {words.update_settings} with what the script itself does to gradients between backward and "
             f"step; try another {words.framework} version."
         )
-        add("integrity factor", () if everywhere else wrong, abs(ratio - 1.0), seen.tolerance, text, remedy)
+        add("factor", () if everywhere else wrong, abs(ratio - 1.0), seen.tolerance, text, remedy)
     if seen.relative_error > seen.bound:
         text = (
             "What the optimizer applied is no multiple of the aggregated gradient: the error is "
@@ -281,7 +272,7 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
             "Look for code that changes gradients after the reduction; if that is meant, this check does not apply."
         )
         noisy = seen.noisy if len(seen.noisy) < world_size else ()
-        add("integrity applied", noisy, seen.relative_error, seen.bound, text, remedy)
+        add("applied", noisy, seen.relative_error, seen.bound, text, remedy)
     return findings
 
 
@@ -302,10 +293,9 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
         message += f" They differ in {where}."
         if drift.since is not None:
             since = max(drift.since, 0)
-            first = since if drift.earliest is None else drift.earliest
-            which = f"one of those of steps {first} to {since}" if first else f"that of step {since} or an earlier one"
-            if first == since:
-                which = f"that of step {since}"
+            first, which = since if drift.earliest is None else drift.earliest, f"that of step {since}"
+            if first != since:
+                which = f"one of those of steps {first} to {since}" if first else f"{which} or an earlier one"
             message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
@@ -320,15 +310,11 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
 
 def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
     """Return what to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
-    first = {
-        "unreduced": words.not_reduced,
-        "unsynchronised": words.not_synchronised,
-        "leftover": words.not_cleared,
-    }.get(what, "")
+    known = {"unreduced": words.not_reduced, "unsynchronised": words.not_synchronised, "leftover": words.not_cleared}
+    first = known.get(what) or "Look for a hook or other code of the script that changes gradients"
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
     look = ", and look at the network of the rank named" if ranks else ""
-    script = "Look for a hook or other code of the script that changes gradients"
-    return f"{first or script}. {back}. If that is not it, {words.another_reduction}{look}."
+    return f"{first}. {back}. If that is not it, {words.another_reduction}{look}."
 
 
 def cause_sentence(cause: Cause, layers: tuple[str, ...], world_size: int, result: str) -> str:

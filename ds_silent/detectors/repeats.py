@@ -108,10 +108,9 @@ class RepeatTest(Detector):
             "Look at the data loader there: a worker that died, an iterator that is made anew at each step, or a "
             "position that does not advance."
         )
-        key = f"repeated-rows:{','.join(map(str, ranks))}"
-        return Finding(
-            key, "data-order-mismatch", "error", ranks, "loader", score, threshold, message, remedy, since
-        ).by_chance()
+        key, where = f"repeated-rows:{','.join(map(str, ranks))}", "loader"
+        found = Finding(key, "data-order-mismatch", "error", ranks, where, score, threshold, message, remedy, since)
+        return found.by_chance()
 
 
 class FewRowsTest(Detector):
@@ -146,9 +145,8 @@ class FewRowsTest(Detector):
             "Do nothing if this rank's own data are so few. Else look there for a list of batches that is read again "
             "and again (itertools.cycle), or for a position that does not advance."
         )
-        self.notes = (
-            Event(record.step, "data-order-mismatch", "info", (rank,), "loader", None, None, message, remedy),
-        )
+        note = Event(record.step, "data-order-mismatch", "info", (rank,), "loader", None, None, message, remedy)
+        self.notes = (note,)
         return []
 
 

@@ -203,9 +203,8 @@ class OverlapTest(Detector):
                     "Give the DataLoader a DistributedSampler, and call its set_epoch(epoch) before each epoch. Do "
                     "nothing if each rank is meant to read all data in an order of its own."
                 )
-            self.notes = (
-                Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy),
-            )
+            note = Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy)
+            self.notes = (note,)
         return []
 
     def _sharing(self, ranks: int) -> tuple[int, ...]:
@@ -276,19 +275,16 @@ class SampledRowsTest(Detector):
         codes = np.array(sorted(self._since), np.int64)
         counts = self._counts[np.searchsorted(self._pairs, codes)]
         pairs = list(zip((codes // self._ranks).tolist(), (codes % self._ranks).tolist(), strict=True))
-        told = {
-            pair: (shared / max(1, smaller), shared)
-            for pair, (shared, smaller, _) in zip(pairs, counts.tolist(), strict=True)
-        }
+        shared = [(shared / max(1, smaller), shared) for shared, smaller, _ in counts.tolist()]
+        told = dict(zip(pairs, shared, strict=True))
         one_in = round(1.0 / extras.rows_sampled)
 
         def said(inside: list[Pair]) -> tuple[float, str]:
             share, rows = max(told[pair] for pair in inside)
-            text = (
+            return share, (
                 f"about {share:.0%} of the rows of a rank are the same rows ({rows} shared rows were seen, of a sample "
                 f"of one row in {one_in})"
             )
-            return share, text
 
         return shared_findings(record, pairs, said)
 
@@ -310,9 +306,8 @@ def shared_pairs(extras: Evidence) -> set[Pair]:
     if not extras.duplicates or extras.rows_per_rank is None:
         return set()
     rows = extras.rows_per_rank
-    return {
-        pair for pair, shared in extras.duplicates.items() if shared > 0 and 2 * shared >= min(rows[r] for r in pair)
-    }
+    found = ((shared, pair) for pair, shared in extras.duplicates.items() if shared > 0)
+    return {pair for shared, pair in found if 2 * shared >= min(rows[rank] for rank in pair)}
 
 
 def by_ids(record: StepRecord, extras: Evidence, pairs: Collection[Pair]) -> list[Finding]:
@@ -322,7 +317,6 @@ def by_ids(record: StepRecord, extras: Evidence, pairs: Collection[Pair]) -> lis
     def said(inside: list[Pair]) -> tuple[float, str]:
         shared = max(counts[pair] for pair in inside)
         smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
-        text = f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
-        return shared / smallest, text
+        return shared / smallest, f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
 
     return shared_findings(record, pairs, said)

@@ -166,9 +166,9 @@ class SequentialTest(Stored):
         self._evidence[since:, :, ranks] = -np.inf
         self._cusum[since:, :, ranks] = 0.0
 
-    def halve_cusum(self, series: int) -> None:
-        """Take half of one statistic's (log) CUSUM back."""
-        self._cusum[series] /= 2.0
+    def halve_cusum(self, rows: Rows) -> None:
+        """Take half of some statistics' (log) CUSUM back."""
+        self._cusum[rows] /= 2.0
 
     def unlearn(self, rank: int, since: int) -> None:
         """Take a flagged rank out of the history, from the step at which its fault began, and the spreads it made."""

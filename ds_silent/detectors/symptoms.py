@@ -47,13 +47,8 @@ class Recent:
     def append(self, record: StepRecord, extras: Evidence) -> None:
         """Remember one step."""
         columns = (
-            record.loss.per_rank,
-            record.grad_norm.per_rank,
-            _mean_cosines(record),
-            extras.rows_taken,
-            extras.label_tokens,
-            extras.micro_batches,
-            extras.input_sizes,
+            *(record.loss.per_rank, record.grad_norm.per_rank, _mean_cosines(record)),
+            *(extras.rows_taken, extras.label_tokens, extras.micro_batches, extras.input_sizes),
         )
         self._pairs = record.cosine_matrix is not None
         nothing = (math.nan,) * self._ranks
@@ -62,35 +57,27 @@ class Recent:
     def symptoms(self, rank: int, others: Sequence[int], since: int, own_past: bool = False) -> Symptoms:
         """Return medians over the remembered steps from ``since`` on; over the newest step if none is remembered.
 
-        Args:
-            own_past: ratios are to what they were right before ``since``; None where that is not remembered.
+        ``own_past``: ratios are to what they were right before ``since``; None where that is not remembered.
         """
         if not self._steps or not others:
             return Symptoms(ranks=self._ranks)
-        newer = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])  # (T, 6, N)
-        peers = list(others)
+        peers, newer = list(others), np.stack(self._since(since))
         loss, loss_noise = _ratio(newer[:, _LOSS], rank, peers)
         norm, norm_noise = _ratio(newer[:, _NORM], rank, peers)
-        cosine, peers_cosine = self._directions(newer[:, _COSINE], rank, peers)
         before = np.array([row for step, row in self._steps if step < since]).reshape(-1, len(_NAMES), self._ranks)
         if own_past:
             usual = before[-BEFORE:] if len(before) >= FEWEST else before[:0]
             loss, loss_noise = _changed(loss, loss_noise, *_ratio(usual[:, _LOSS], rank, peers))
             norm, norm_noise = _changed(norm, norm_noise, *_ratio(usual[:, _NORM], rank, peers))
         older = before[:, _COSINE]
-        past, past_peers = self._directions(older, rank, peers)
+        cosines = *self._directions(newer[:, _COSINE], rank, peers), *self._directions(older, rank, peers)
         healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
         noise = _cosine_noise(healthy, peers)
         counts: dict[str, Any] = {}
         for name, index in (("rows", _ROWS), ("label_tokens", _TOKENS), ("micro_batches", _MICRO)):
             counts[name], counts[f"peers_{name}"] = _count(newer[:, index], rank, peers)
         return Symptoms(
-            loss=loss,
-            norm=norm,
-            cosine=cosine,
-            peers_cosine=peers_cosine,
-            past_cosine=past,
-            past_peers_cosine=past_peers,
+            *(loss, norm, *cosines),
             **counts,
             inputs=_new(_ratio(newer[:, _INPUTS], rank, peers)[0], _ratio(before[:, _INPUTS], rank, peers)[0]),
             ranks=self._ranks,
@@ -105,8 +92,7 @@ class Recent:
 
         A ratio is None unless it is FAR times as far as the others are from each other: fewer rows make less.
         """
-        rows = np.stack([row for step, row in self._steps if step >= since] or [self._steps[-1][1]])
-        peers, ratios = list(others), dict[str, Any]()
+        rows, peers, ratios = np.stack(self._since(since)), list(others), dict[str, Any]()
         for name, column in (("loss", _LOSS), ("norm", _NORM)):
             with np.errstate(all="ignore"):
                 logs = np.log(rows[:, column])
@@ -140,10 +126,13 @@ class Recent:
         with np.errstate(all="ignore"):
             return np.array([step for step, _ in self._steps]), values if index == _COSINE else np.log(values)
 
+    def _since(self, step: int) -> list[Array]:
+        """What is remembered from a step on, (7, N) each; the newest one if nothing is."""
+        return [row for at, row in self._steps if at >= step] or [row for _, row in self._steps][-1:]
+
     def loss(self, rank: int, since: int) -> float | None:
         """The rank's median loss since then."""
-        rows = [row[_LOSS, rank] for step, row in self._steps if step >= since]
-        return _median(rows or [row[_LOSS, rank] for _, row in self._steps][-1:])
+        return _median([row[_LOSS, rank] for row in self._since(since)])
 
     def inputs_beyond(self, rank: int, since: int) -> float | None:
         """By which factor a rank's inputs are larger, or smaller, than any rank's have been before; 1.0: they are not.
@@ -167,9 +156,8 @@ class Recent:
 
     def state_dict(self) -> list[Any]:
         """JSON-able: None for what is no finite number."""
-        return [
-            [step, listed(row)] for step, row in list(self._steps)[-max(4, min(KEPT, KEPT_NUMBERS // self._ranks)) :]
-        ]
+        kept = max(4, min(KEPT, KEPT_NUMBERS // self._ranks))
+        return [[step, listed(row)] for step, row in list(self._steps)[-kept:]]
 
     def load_state_dict(self, state: list[Any]) -> None:
         """Continue from :meth:`state_dict` of as many ranks."""
@@ -307,13 +295,10 @@ def beyond(before: Array, after: Array) -> float | None:
 
 
 def moved_alone(before: Array, after: Array, rank: int, others: Sequence[int], common: float = 0.0) -> bool:
-    """Whether a rank moved by itself, of (T, N) values that are all known: farther than all ranks did together, and
-    ALONE times as far from that as most others.
+    """Whether a rank moved by itself, of (T, N) values that are all known: farther than all ranks did together (or, if
+    ``common``, in another statistic), and ALONE times as far from that as most others.
 
     While all learn fast, each rank moves as its own rows have it. Moves are those of medians.
-
-    Args:
-        common: how far all ranks moved in another statistic.
     """
     if not len(before) or not len(after):
         return True

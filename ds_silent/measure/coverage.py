@@ -114,15 +114,10 @@ class EpochCoverage:
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Tell which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
-        hashes = mixed_ids(ids)
-        return np.array([one in self._seen for one in hashes.tolist()], dtype=bool)
+        return np.array([one in self._seen for one in mixed_ids(ids).tolist()], dtype=bool)
 
     def update(self, ids: Ids, visits: int | None = None) -> None:
-        """Count the visits of one step, of all ranks: int64 (rows,), in any order.
-
-        Args:
-            visits: how many they were, where ``ids`` are a sample of them.
-        """
+        """Count one step's rows of all ranks, int64 (rows,); ``visits``: how many, where these are a sample of them."""
         self._visits += len(ids) if visits is None else visits
         self._known += len(ids)
         hashes = mixed_ids(ids)
@@ -180,9 +175,8 @@ class EpochCoverage:
         sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, known) and known <= visits
         if not sane or len(packed) != rows * 8 or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
-        hashes = np.frombuffer(packed, dtype="<u8", count=rows)
         self._capacity, self._level, self._visits, self._known = capacity, level, visits, known
-        self._seen = set(hashes.tolist())
+        self._seen = set(np.frombuffer(packed, dtype="<u8", count=rows).tolist())
 
 
 def epoch_is_over(visits: int, step_rows: int, rows_in_epoch: int, ranks: int) -> bool:

@@ -157,8 +157,7 @@ class RowOwners:
         before = self._owners[places].astype(np.int64)
         self.own_again = float((before == owners)[again].mean()) if again.any() else None
         others = again & (before != owners)
-        both = np.concatenate([owners[others], before[others]])
-        self.shared = np.bincount(both, minlength=ranks)
+        self.shared = np.bincount(np.concatenate([owners[others], before[others]]), minlength=ranks)
         self._follow_trails(owners, numbers, np.where(again, before, -1), self._numbers[places])
         later = again & (self._came[places] < self._count - 1)
         self._begun[owners[later]] = True
@@ -182,9 +181,7 @@ class RowOwners:
     def _follow_trails(self, owners: Ids, numbers: Ids, before: Ids, earlier: Ids) -> None:
         """Look which ranks take all rows as far behind another rank, whose own are new; later they may come again.
 
-        Args:
-            owners, numbers: of the rows of an observation.
-            before: ranks that took them last, -1 for new rows; ``earlier``: as which of those ranks' rows.
+        ``before``: ranks that took the rows last, -1 for new ones; ``earlier``: as which of those ranks' rows.
         """
         rows = np.bincount(owners, minlength=len(self._taken))
         new = np.bincount(owners[before < 0], minlength=len(rows))
@@ -244,7 +241,7 @@ class RowOwners:
         try:
             hashes = np.frombuffer(base64.b64decode(state["hashes"], validate=True), dtype="<u8")
             owners = np.frombuffer(base64.b64decode(state["owners"], validate=True), dtype="<i4")
-            (random, own, blocks) = (LikelihoodRatio(float(log), bool(decided)) for log, decided in state["evidence"])
+            random, own, blocks = (LikelihoodRatio(float(log), bool(decided)) for log, decided in state["evidence"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"the ranks of the rows in the checkpoint cannot be read ({error})") from error
         if len(hashes) != len(owners):

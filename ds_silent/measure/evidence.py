@@ -1,8 +1,4 @@
-"""What is known of a step's reduction, of what the optimizer made of it, and of the replicas: for detectors, responses.
-
-seen = checker.examine(gathered)         # ReductionCheck: of one observation, before the optimizer runs
-stats, evidence = checker.step(gathered, drift, told)
-"""
+"""What is known of a step besides its record: of rows, labels, the reduction and the replicas."""
 
 from __future__ import annotations
 
@@ -54,18 +50,21 @@ class AppliedCheck:
     @property
     def alike(self) -> bool:
         """Whether every rank applied the same multiple of the aggregate, and nothing else."""
-        known = [factor for factor in self.factors if factor is not None]
-        return self.relative_error <= self.bound and factors_alike(known, self.tolerance)
+        return self.relative_error <= self.bound and factors_alike(self.known, self.tolerance)
 
     @property
     def unlike(self) -> bool:
         """Whether each rank applied a multiple of the aggregate, and not all the same one."""
-        known = [factor for factor in self.factors if factor is not None]
-        return self.relative_error <= self.bound and not factors_alike(known, self.tolerance)
+        return self.relative_error <= self.bound and not factors_alike(self.known, self.tolerance)
+
+    @property
+    def known(self) -> list[float]:
+        """The factors of shares that are not empty."""
+        return [factor for factor in self.factors if factor is not None]
 
     def _other_than(self, expected: float) -> tuple[int, ...]:
         tolerance = self.tolerance + (self.relative_error if self.relative_error > self.bound else 0.0)
-        most, known = tolerance * abs(expected), [factor for factor in self.factors if factor is not None]
+        most, known = tolerance * abs(expected), self.known
         if not known or (max(known) - expected <= most and expected - min(known) <= most):  # nearly always
             return ()
         return tuple(

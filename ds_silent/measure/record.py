@@ -183,10 +183,8 @@ def _mean_of_means(gathered: Gathered, layout: Layout) -> tuple[float, float] | 
 
 
 def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
-    scale = gathered.loss.scale
-    aggregated = None
-    if on_all(gathered.reduced.seen):
-        aggregated = float(gathered.reduced.squared.sum().sqrt() / scale[0])
+    scale, reduced = gathered.loss.scale, gathered.reduced
+    aggregated = float(reduced.squared.sum().sqrt() / scale[0]) if on_all(reduced.seen) else None
     if not on_all(gathered.local.seen):
         return _Gradients(statistics.norm_stats(None, "exact", aggregated), DirectionStats())
     norms = gathered.local.squared.sqrt() / scale if gathered.norms_exact else None
@@ -194,14 +192,10 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
     if gathered.gram is not None:
         gram = gathered.gram / torch.outer(scale, scale)
         cosines = statistics.normalised(gram)
+        norm_stats = statistics.norm_stats(gram.diagonal().sqrt(), "exact", aggregated)
         direction = statistics.direction_stats(gram, cosines, "exact", layout.size)
-        return _Gradients(
-            statistics.norm_stats(gram.diagonal().sqrt(), "exact", aggregated),
-            direction,
-            float(gram.mean()),
-            cosines,
-            _exact_check(gathered.each, direction.mean_cosine),
-        )
+        check = _exact_check(gathered.each, direction.mean_cosine)
+        return _Gradients(norm_stats, direction, float(gram.mean()), cosines, check)
     if layout.size == 0:  # direction off
         return _Gradients(statistics.norm_stats(norms, "exact", aggregated), DirectionStats())
 
@@ -211,25 +205,18 @@ def _gradients(gathered: Gathered, layout: Layout) -> _Gradients:
         cosines = statistics.cosines_of(sketches)
         norms = sketches.norm(dim=1) / scale if norms is None else norms
         gram = statistics.gram_of(cosines, norms)
-        return _Gradients(
-            statistics.norm_stats(norms, method, aggregated),
-            statistics.direction_stats(gram, cosines, "sketch", layout.size),
-            float(gram.mean()),
-            cosines,
-        )
+        direction = statistics.direction_stats(gram, cosines, "sketch", layout.size)
+        return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, float(gram.mean()), cosines)
 
     sums = gathered.sums
     assert sums is not None
     own = gathered.local.sketch_squared
     norms = own.sqrt() / scale if norms is None else norms
     of_pairs = None if sums.pairs is None else statistics.cosines_of(sums.pairs)
+    with_rest = None if sums.late is None else sums.late.cosines_with_rest
+    known = bool((own.isfinite() & (own > 0.0)).all())
     direction = statistics.constant_size_direction(
-        sums.units,
-        None if sums.late is None else sums.late.cosines_with_rest,
-        len(scale),
-        layout.units,
-        known=bool((own.isfinite() & (own > 0.0)).all()),
-        pairs=of_pairs,
+        sums.units, with_rest, len(scale), layout.units, known=known, pairs=of_pairs
     )
     squared_mean = float((sums.mean @ sums.mean) / scale[0] ** 2)
     return _Gradients(statistics.norm_stats(norms, method, aggregated), direction, squared_mean, of_pairs)

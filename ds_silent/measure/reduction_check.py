@@ -98,12 +98,10 @@ class ReductionChecker:
         self._previous = gathered.layer_aggregate
         self._applied.remember(gathered, alike=not examined.received)
         self._named = examined.cause if examined.cause is not None and examined.cause.ranks else None
-        stats = IntegrityStats(
-            None if check is None else check.relative_error, None if check is None else check.rounding_bound, replicas
-        )
+        of_check = (None, None) if check is None else (check.relative_error, check.rounding_bound)
         seen = told.reduction or examined
         repeated = next((repair.done for repair in told.repairs if repair.method == "retry"), None)
-        return stats, ReductionEvidence(
+        return IntegrityStats(*of_check, replicas), ReductionEvidence(
             seen.check,
             seen.cause,
             seen.received,
@@ -125,16 +123,12 @@ class ReductionChecker:
 
     def examine(self, gathered: Gathered) -> ReductionCheck:
         """Examine the reduction of one step, without remembering anything of it."""
-        overflows = self._arithmetic.communication == torch.float16
-        changed = bool((gathered.reduced.handed_seen != 0.0).any())
-        check, cause = self._aggregation(gathered)
         return ReductionCheck(
-            check,
-            cause,
-            _received(gathered, self._layout),
-            overflows,
-            changed,
-            handed_factors(gathered, self._settings),
+            *self._aggregation(gathered),
+            received=_received(gathered, self._layout),
+            overflows=self._arithmetic.communication == torch.float16,
+            changed=bool((gathered.reduced.handed_seen != 0.0).any()),
+            handed=handed_factors(gathered, self._settings),
             unsynchronised=not bool(gathered.local.seen.any()) and on_all(gathered.reduced.seen),
         )
 
@@ -164,25 +158,19 @@ class ReductionChecker:
         return terms_of_sums(gathered.sums.mean, squared, gathered.ranks, self._arithmetic.total), squared
 
     def _cause(self, gathered: Gathered, whole: Terms, check: AggregateCheck, spread: float) -> Cause | None:
+        each = gathered.each
         if gathered.layer_aggregate is None:
             return None
-        if gathered.each is None:
+        if each is None:
             return self._cause_by_sums(gathered, whole, spread)
-        each = gathered.each
         if each.layer_sketches is None:
             return None
         layers, total = each.layer_sketches, self._arithmetic.total
-        tolerances = [
-            rounding_tolerance(terms_of(layers[:, layer], total), self._arithmetic, self._log_rate, spread)
-            for layer in range(layers.shape[1])
-        ]
-        leftover = gathered.leftover
-        error = gathered.aggregate - whole.expected
-        sketches = each.sketches * total
-        pieces = Pieces(
-            layers * total, gathered.layer_aggregate, error, whole.expected, self._previous, sketches, total
-        )
-        return explain(pieces, torch.tensor(tolerances), leftover)
+        tolerances = [self._tolerance(terms_of(layer, total), spread) for layer in layers.unbind(1)]
+        error, sketches = gathered.aggregate - whole.expected, each.sketches * total
+        aggregate, before = gathered.layer_aggregate, self._previous
+        pieces = Pieces(layers * total, aggregate, error, whole.expected, before, sketches, total)
+        return explain(pieces, torch.tensor(tolerances), gathered.leftover)
 
     def _cause_by_sums(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
         """Above the gather limit: all ranks together are one, and each knows its own weight."""
@@ -192,9 +180,7 @@ class ReductionChecker:
         ranks, total = gathered.ranks, self._arithmetic.total
         squares = gathered.layer_squares.mean(0)
         tolerances = [
-            rounding_tolerance(
-                terms_of_sums(mean, float(square), ranks, total), self._arithmetic, self._log_rate, spread
-            )
+            self._tolerance(terms_of_sums(mean, float(square), ranks, total), spread)
             for mean, square in zip(sums.layers, squares, strict=True)
         ]
         error = gathered.aggregate - whole.expected
@@ -204,6 +190,9 @@ class ReductionChecker:
         if own is None and cause.kind == "noise":  # whose it is comes with the next observation, if there is one
             return self._named
         return cause
+
+    def _tolerance(self, terms: Terms, spread: float) -> float:
+        return rounding_tolerance(terms, self._arithmetic, self._log_rate, spread)
 
     def _own_weights(self, gathered: Gathered) -> OwnWeights | None:
         """Return what the ranks have found of their own weights, above the gather limit."""
@@ -320,11 +309,7 @@ class AppliedChecker:
         return clipped if self._arithmetic.handed_unscaled else clipped / scale
 
     def remember(self, gathered: Gathered, alike: bool) -> None:
-        """Keep what the optimizer of this step should apply.
-
-        Args:
-            alike: all ranks hold the same aggregate; else each clips by a norm of its own, which is not known.
-        """
+        """Keep what the optimizer should apply; ranks that are not ``alike`` clip each by a norm that is not known."""
         self._past = None
         if self._settings.layout.size and on_all(gathered.reduced.seen):
             scale = float(gathered.loss.scale[0])

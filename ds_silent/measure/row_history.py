@@ -41,9 +41,9 @@ class RecentRows:
         ranks_of = mix64(owners.astype(np.uint64))
         keys = mix64(np.ascontiguousarray(values).view(np.uint64) ^ ranks_of)  # another rank's visit is no repeat
         again = np.isin(keys, self._held)
-        new = np.ones(len(keys), dtype=bool)
-        new[np.unique(keys, return_index=True)[1]] = False
-        again |= new  # a later visit within this observation
+        later = np.ones(len(keys), dtype=bool)  # visits within this observation
+        later[np.unique(keys, return_index=True)[1]] = False
+        again |= later
         self._held = keys
         rows = np.bincount(owners, minlength=ranks)
         if len(self._registers) != ranks:
@@ -53,8 +53,7 @@ class RecentRows:
         self.window = tuple((self._counts + rows).tolist())
         self._counts = rows
         self._note(keys, owners)
-        counts = np.bincount(owners, weights=again, minlength=ranks)
-        return tuple(int(count) for count in counts)
+        return tuple(map(int, np.bincount(owners, weights=again, minlength=ranks)))
 
     def _note(self, keys: npt.NDArray[np.uint64], owners: Ids) -> None:
         register = (keys & np.uint64(REGISTERS - 1)).astype(np.int64)
@@ -79,9 +78,8 @@ class RecentRows:
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values: how many rows each rank has had, and how many different ones."""
-        packed = zlib.compress(self._registers.tobytes())
-        ranks, distinct = len(self._registers), base64.b64encode(packed).decode("ascii")
-        return {"ranks": ranks, "distinct": distinct, "taken": list(self.taken)}
+        distinct = base64.b64encode(zlib.compress(self._registers.tobytes())).decode("ascii")
+        return {"ranks": len(self._registers), "distinct": distinct, "taken": list(self.taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; a damaged one raises a ValueError."""
@@ -159,9 +157,8 @@ class SameOrder:
 
     def _is_pass(self, place: int, rows_in_epoch: int | None, ranks: int) -> bool:
         """Tell whether a pass over the data may have ended between the last one's beginning and this place."""
-        if rows_in_epoch is None:
-            return self._begun or place - self._last >= FEWEST
-        return self._begun or 2 * (place - self._last) * ranks >= rows_in_epoch
+        rows = place - self._last
+        return self._begun or (rows >= FEWEST if rows_in_epoch is None else 2 * rows * ranks >= rows_in_epoch)
 
     def _passed(self, again: bool, place: int, rows_in_epoch: int | None, ranks: int) -> OrderAgain | None:
         if not self._is_pass(place, rows_in_epoch, ranks):

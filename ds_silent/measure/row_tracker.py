@@ -257,9 +257,7 @@ class RowTracker:
     def state_dict(self, unsent: bool) -> dict[str, Any]:
         """Return what continues the epoch after a resume.
 
-        Args:
-            unsent: rows since the last observation wait on the ranks; the checkpoint lacks them, so after a resume
-                this epoch's shares are unknown.
+        ``unsent`` rows wait on the ranks: the checkpoint lacks them, so this epoch's shares are unknown afterwards.
         """
         return {
             "epoch": self._epoch.state_dict(),
@@ -288,20 +286,20 @@ class RowTracker:
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Return the record's coverage, and what detectors need besides the record."""
-    found = None
+    found, walk, rows_in_epoch = None, context.walk, context.rows_in_epoch
     if gathered.ids.numel():
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
-        rows, walk = (int(context.batch), context.rows_in_epoch), context.walk
+        rows = int(context.batch), rows_in_epoch
         found = tracker.step(gathered.ids, *rows, walk, context.sampling, micro_batches, context.samples)
     of_step = int(context.batch * gathered.ranks)
-    dealt = tracker.deal.step(gathered.loss.order, context.walk.deal, context.samples, of_step, context.rows_in_epoch)
+    dealt = tracker.deal.step(gathered.loss.order, walk.deal, context.samples, of_step, rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
     if (epoch := of_rows.coverage) is not None:
         once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), context.samples)
         of_rows = replace(of_rows, coverage=replace(epoch, once=once))
-    alike = 1 if context.walk.told and gathered.ids.numel() else context.walk.deal.alike
-    of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=context.walk.deal.pass_rows, passes_alike=alike)
+    alike = 1 if walk.told and gathered.ids.numel() else walk.deal.alike
+    of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=walk.deal.pass_rows, passes_alike=alike)
     return coverage, evidence_of(gathered, of_rows, context)
 
 

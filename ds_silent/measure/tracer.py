@@ -62,8 +62,7 @@ class Tracer:
     def begin(self, backwards: int) -> None:
         """Make the head: the first forward is over by now, in which the parameters' order was seen.
 
-        Args:
-            backwards: of this step: the micro-batches of a loop that has not said how many it takes.
+        ``backwards`` of this step are the micro-batches of a loop that has not said how many it takes.
         """
         if self.head is not None:
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -48,9 +49,8 @@ def practice_gradients(model: PracticeModel, count: int, seed: int, folder: Path
 
 
 def micro_batch(rows: PracticeRows, number: int) -> PracticeRows:
-    return PracticeRows(
-        rows.tokens[number * ROWS : (number + 1) * ROWS], rows.labels[number * ROWS : (number + 1) * ROWS]
-    )
+    chosen = slice(number * ROWS, (number + 1) * ROWS)
+    return PracticeRows(rows.tokens[chosen], rows.labels[chosen])
 
 
 def gradient_of(model: nn.Module, rows: PracticeRows, key: tuple[int, int]) -> Tensor:
@@ -81,9 +81,7 @@ def read_gradients(directory: str) -> Gradients:
     headers = [_header(path) for path in files]
     for path, header in zip(files, headers, strict=True):
         _agree(files[0], headers[0], path, header)
-    kept = headers[0][next(iter(headers[0]))][1]
-    for _, dtype in headers[0].values():
-        kept = torch.promote_types(kept, dtype)
+    kept = reduce(torch.promote_types, (dtype for _, dtype in headers[0].values()))
     micro_batches = torch.stack([_finite(path) for path in files])
     if not bool(reference_mean(micro_batches).any()):
         raise ConfigError(f"--gradients {directory!a}: the mean gradient is zero, so no error can be relative to it")
@@ -130,10 +128,9 @@ def _agree(first: Path, expected: Header, path: Path, header: Header) -> None:
     if not differing:
         return
     name = differing[0]
-    said = [_said(header.get(name)), _said(expected.get(name))]
     raise ConfigError(
-        f"--gradients: every file must have the same names, shapes and dtypes, "
-        f"but {name!a} is {said[0]} in {str(path)!a} and {said[1]} in {str(first)!a}"
+        f"--gradients: every file must have the same names, shapes and dtypes, but {name!a} is "
+        f"{_said(header.get(name))} in {str(path)!a} and {_said(expected.get(name))} in {str(first)!a}"
     )
 
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_LARGEST = 65504.0
 SEGMENT = 1 << 20  # bytes: gloo cuts a tensor into segments of at most this size (kMaxSegmentSize)
 
@@ -94,15 +91,13 @@ def chunk_length(elements: int, ranks: int, element_size: int) -> int:
     return per_rank * math.ceil(elements / (per_rank * ranks))
 
 
-ORDERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "ring": ring,
-        "ring rotated": lambda terms: ring(terms, rotation=1),
-        "ring reversed": lambda terms: ring(terms, direction=-1),
-        "tree": tree,
-        "one rank adds": one_rank_adds,
-    }
-)
+ORDERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "ring": ring,
+    "ring rotated": lambda terms: ring(terms, rotation=1),
+    "ring reversed": lambda terms: ring(terms, direction=-1),
+    "tree": tree,
+    "one rank adds": one_rank_adds,
+}
 
 
 def changed_bits(one: Tensor, other: Tensor) -> float:

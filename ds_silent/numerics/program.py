@@ -7,11 +7,10 @@ to_json(findings)
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +96,16 @@ def _measured(options: Options, told: Callable[[str], None]) -> Findings:
     with tempfile.TemporaryDirectory(prefix="ds_silent_numerics_") as folder:
         count = math.lcm(*world_sizes)
         gradients = given or practice_gradients(model, count, options.seed, Path(folder))
-        micro_batches = gradients.micro_batches
-        rounding = tuple(
-            measure_rounding(micro_batches, gradients.kept, world_sizes, options.dtypes, options.loss_scale)
-        )
+        count, elements = gradients.micro_batches.shape
+        scale, dtypes = options.loss_scale, options.dtypes
+        rounding = tuple(measure_rounding(gradients.micro_batches, gradients.kept, world_sizes, dtypes, scale))
         told("the simulated orders")
         reductions, timings = _for_real(options, gradients, world_sizes, folder, told)
-    weights: Sequence[Distance] = ()
+    weights: Iterable[Distance] = ()
     if options.steps:
-        weights = tuple(
-            measure_weights(model, options.dtypes, weights_ranks(world_sizes), options.steps, options.seed, told)
-        )
-    options = dataclasses.replace(options, world_sizes=world_sizes)
-    elements = micro_batches.shape[1]
-    return Findings(
-        gradients.source, elements, len(micro_batches), options, rounding, reductions, tuple(weights), timings
-    )
+        weights = measure_weights(model, dtypes, weights_ranks(world_sizes), options.steps, options.seed, told)
+    options = replace(options, world_sizes=world_sizes)
+    return Findings(gradients.source, elements, count, options, rounding, reductions, tuple(weights), timings)
 
 
 def weights_ranks(world_sizes: Sequence[int]) -> int:

@@ -31,29 +31,32 @@ def numerics_command(options: Options, json_path: str | None) -> int:
 
 def print_report(findings: Findings, console: Console) -> None:
     """Every table that was measured, each with its sentence."""
-    options = findings.options
-    _say(
-        console, f"Gradients: {findings.source}; {findings.micro_batches} micro-batches, {findings.elements} elements."
-    )
-    _show(console, "Error of one reduction, relative to the mean gradient", _errors(findings.rounding))
-    _say(console, error_sentence(findings.rounding))
-    _show(console, "Share of the elements whose bits change, against the plain ring", _bits(findings.rounding))
-    _say(console, bits_sentence(findings.rounding))
-    if findings.reductions:
+
+    def show(title: str, table: Table, sentence: str) -> None:
+        console.print(title, style="bold", markup=False, highlight=False)
+        console.print(table)
+        say(sentence)
+
+    def say(sentence: str) -> None:
+        console.print(f"{sentence}\n", markup=False, highlight=False)
+
+    options, rounding = findings.options, findings.rounding
+    say(f"Gradients: {findings.source}; {findings.micro_batches} micro-batches, {findings.elements} elements.")
+    show("Error of one reduction, relative to the mean gradient", _errors(rounding), error_sentence(rounding))
+    title = "Share of the elements whose bits change, against the plain ring"
+    show(title, _bits(rounding), bits_sentence(rounding))
+    if rows := findings.reductions:
         title = "Real all-reduces (gloo): share of the elements that have the simulated order's bits"
-        _show(console, title, _real(findings.reductions))
-        _say(console, real_sentence(findings.reductions))
-    if findings.weights:
+        show(title, _real(rows), real_sentence(rows))
+    if distances := findings.weights:
         title = (
             f"Distance between the weights after {options.steps} steps of the practice model over "
             f"{weights_ranks(options.world_sizes)} ranks, relative to the distance travelled"
         )
-        _show(console, title, _distances(findings.weights))
-        _say(console, weights_sentence(findings.weights, options.steps))
-    if findings.timings:
-        title = f"One all-reduce of {findings.timings[0].elements} elements between processes of this machine (gloo)"
-        _show(console, title, _costs(findings.timings))
-        _say(console, cost_sentence(findings.timings))
+        show(title, _distances(distances), weights_sentence(distances, options.steps))
+    if timings := findings.timings:
+        title = f"One all-reduce of {timings[0].elements} elements between processes of this machine (gloo)"
+        show(title, _costs(timings), cost_sentence(timings))
 
 
 # -- the sentences -----------------------------------------------------------------------------------------------------
@@ -73,8 +76,7 @@ def error_sentence(rows: Sequence[Rounding]) -> str:
     broken = [f"{row.dtype} over {row.world_size} ranks" for row in rows if not row.holds]
     if broken:
         return f"{said} ds_silent's bound does NOT hold for {', '.join(broken)}: rounding would raise an alarm there."
-    ratios = [row.ratio for row in rows if math.isfinite(row.ratio)]
-    if not ratios:
+    if not (ratios := [row.ratio for row in rows if math.isfinite(row.ratio)]):
         return said
     return (
         f"{said} What ds_silent puts down to rounding is {min(ratios):.1f} to {max(ratios):.1f} times what it sees of "
@@ -130,11 +132,7 @@ def weights_sentence(rows: Sequence[Distance], steps: int) -> str:
             f"{dtype} reductions have moved {optimizer}'s weights by {share(worst.relative)} of the way travelled "
             f"(other rows: {share(yardstick.relative)}, {yardstick.relative / worst.relative:.3g} times as far)"
         )
-    return (
-        f"After {steps} steps {', and '.join(said)}."
-        if said
-        else f"After {steps} steps no reduction moved the weights."
-    )
+    return f"After {steps} steps {', and '.join(said) or 'no reduction moved the weights'}."
 
 
 def cost_sentence(rows: Sequence[Timing]) -> str:
@@ -146,12 +144,11 @@ def cost_sentence(rows: Sequence[Timing]) -> str:
     if narrow is None:
         return f"fp32 {where} takes {1e3 * noise.seconds:.3g} ms; give --dtype bf16 too to compare."
     low, median, high = narrow.fp32_ratio
-    hidden = low <= noise.fp32_ratio[2] and noise.fp32_ratio[0] <= high
     said = (
         f"fp32 sends twice the bytes of {narrow.dtype}; {where} it took {median:.2f} times as long (quartiles "
         f"{low:.2f} to {high:.2f}; fp32 against itself {noise.fp32_ratio[0]:.2f} to {noise.fp32_ratio[2]:.2f})"
     )
-    if hidden:
+    if low <= noise.fp32_ratio[2] and noise.fp32_ratio[0] <= high:
         said += ", a difference that the noise of this machine hides"
     return f"{said}. On a network whose bandwidth is the limit, count the bytes."
 
@@ -162,13 +159,12 @@ def cost_sentence(rows: Sequence[Timing]) -> str:
 def _errors(rows: Sequence[Rounding]) -> Table:
     table = _table("ranks", "dtype", "loss scale", "error", "seen by ds_silent", "its bound", "bound / seen")
     for row in rows:
-        ratio = f"{row.ratio:.2f}" if math.isfinite(row.ratio) else ""
         table.add_row(
             str(row.world_size),
             row.dtype,
             f"{row.loss_scale:g}" if row.dtype == "fp16" else "",
-            *(_number(value) for value in (row.error, row.seen, row.bound)),
-            ratio,
+            *map(_number, (row.error, row.seen, row.bound)),
+            f"{row.ratio:.2f}" if math.isfinite(row.ratio) else "",
         )
     return table
 
@@ -178,8 +174,8 @@ def _bits(rows: Sequence[Rounding]) -> Table:
     table = _table("ranks", "dtype", *rows[0].changed, f"{largest} ranks instead")
     for row in rows:
         other = row.changed_by_world_size
-        changed = (percent(value) for value in row.changed.values())
-        table.add_row(str(row.world_size), row.dtype, *changed, "" if other is None else percent(other))
+        last = "" if other is None else percent(other)
+        table.add_row(str(row.world_size), row.dtype, *map(percent, row.changed.values()), last)
     return table
 
 
@@ -187,7 +183,7 @@ def _real(rows: Sequence[RealReduction]) -> Table:
     table = _table("ranks", "dtype", "all ranks alike", *rows[0].equal)
     for row in rows:
         alike = "yes" if row.same_on_all_ranks else "NO"
-        table.add_row(str(row.world_size), row.dtype, alike, *(percent(value) for value in row.equal.values()))
+        table.add_row(str(row.world_size), row.dtype, alike, *map(percent, row.equal.values()))
     return table
 
 
@@ -213,15 +209,6 @@ def _table(*titles: str) -> Table:
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < 2 else "right")
     return table
-
-
-def _show(console: Console, title: str, table: Table) -> None:
-    console.print(title, style="bold", markup=False, highlight=False)
-    console.print(table)
-
-
-def _say(console: Console, sentence: str) -> None:
-    console.print(f"{sentence}\n", markup=False, highlight=False)
 
 
 def _number(value: float) -> str:

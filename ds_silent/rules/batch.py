@@ -50,6 +50,9 @@ class Counts(NamedTuple):
     led_by_padding: float  # rows that begin with padding tokens which the mask calls attended
 
 
+_NOTHING = Counts(*[0.0] * len(Counts._fields))
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Hold the ids of one model's configuration, where they tell something: no token is two of them."""
@@ -62,13 +65,8 @@ class SpecialTokens:
     def of(cls, model: nn.Module) -> SpecialTokens:
         """Read what ``config`` and ``generation_config`` say."""
         places = [getattr(model, name, None) for name in ("config", "generation_config")]
-        found = {name: _ids(places, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        begin, ends, padding = found.values()
-        return cls(
-            begin=begin[0] if len(begin) == 1 and begin[0] not in (*ends, *padding) else None,
-            ends=ends,
-            padding=padding[0] if len(padding) == 1 and padding[0] not in (*begin, *ends) else None,
-        )
+        begin, ends, padding = (_ids(places, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id"))
+        return cls(_only(begin, ends + padding), ends, _only(padding, begin + ends))
 
 
 def _ids(places: list[Any], name: str) -> tuple[int, ...]:
@@ -77,12 +75,14 @@ def _ids(places: list[Any], name: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in listed if isinstance(one, int)))
 
 
-def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: bool) -> Tensor | None:
-    """Return :class:`Counts` of one micro-batch, fp32 on its device; None where it is not one of rows of tokens.
+def _only(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
+    return ids[0] if len(ids) == 1 and ids[0] not in others else None
 
-    Args:
-        inputs: of the model's forward.
-        hides_restarts: a mask keeps the model from seeing that positions start again.
+
+def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: bool) -> Tensor | None:
+    """Return :class:`Counts` of a forward's inputs, fp32 on their device; None where these are not rows of tokens.
+
+    ``hides_restarts``: a mask keeps the model from seeing that positions start again.
     """
     ids, labels, mask = inputs.get("input_ids"), inputs.get("labels"), inputs.get("attention_mask")
     if not (_of_tokens(ids) and _of_tokens(labels) and ids.shape == labels.shape and ids.shape[1] > 2):
@@ -155,36 +155,31 @@ class BatchContents(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._model: nn.Module | None = None
         self._steps = 0  # measured
         self._trained: list[Tensor] = []  # counts of the step's micro-batches
         self._later: list[tuple[int, int, ReadLater]] = []  # measured step, the framework's own
-        self._added = Counts(*[0.0] * len(Counts._fields))
+        self._added = _NOTHING
         self._unlabelled = 0.0  # rows, since the last label that counts
         self._broken: dict[str, Breach] = {}
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Hook the model whose contract is known."""
-        self._model = model = causal_model(self._framework.module)
+        model = causal_model(self._framework.module)
         if model is None or not type(model).forward.__module__.startswith("transformers."):
             return
         self._tokens = SpecialTokens.of(model)
         self._hides_restarts = getattr(model.config, "_attn_implementation", "") in ("sdpa", "eager")
-        hook = partial(safely, self._forwarded, safely)
-        patches.hook(model.register_forward_hook, hook, with_kwargs=True)
-
-    @property
-    def _looks(self) -> bool:
-        return self._steps % EVERY < LOOKED_AT or self._unlabelled > 0
+        patches.hook(model.register_forward_hook, partial(safely, self._forwarded, safely), with_kwargs=True)
 
     def _forwarded(self, safely: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._looks:
+        looks = self._steps % EVERY < LOOKED_AT or self._unlabelled > 0
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not looks:
             return
         loss = getattr(output, "loss", None)
-        if self._model is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         with torch.no_grad():
-            counts = counts_of(inputs_of(self._model, args, kwargs), self._tokens, self._hides_restarts)
+            counts = counts_of(inputs_of(model, args, kwargs), self._tokens, self._hides_restarts)
         if counts is not None:
             loss.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
 
@@ -206,15 +201,16 @@ class BatchContents(Rule):
 
     def _judge(self, measured: int, step: int, new: Counts) -> None:
         if measured % EVERY == 0:
-            self._added = Counts(*[0.0] * len(new))
+            self._added = _NOTHING
         self._added = Counts(*map(sum, zip(self._added, new, strict=True)))
         self._unlabelled = 0.0 if new.labels else self._unlabelled + new.rows
-        verdicts = _verdicts(self._added, self._unlabelled)
-        for check, broken in verdicts.items():
+        for check, broken in _verdicts(self._added, self._unlabelled).items():
             if broken is False:
                 self._broken.pop(check, None)
             elif broken and check not in self._broken:
-                self._broken[check] = _breach(check, step)
+                severity, where, message, remedy = _WORDS[check]
+                key = f"batch:{check}"
+                self._broken[check] = Breach(key, "batch-suspect", severity, where, message, remedy, step)
 
 
 def _verdicts(c: Counts, unlabelled: float) -> dict[str, bool | None]:
@@ -232,11 +228,6 @@ def _verdicts(c: Counts, unlabelled: float) -> dict[str, bool | None]:
         "positions": judged(c.rows >= _FEW_ROWS, c.restarts >= _FEW_ROWS),
         "padded": judged(c.rows >= _FEW_ROWS, c.led_by_padding >= _FEW_ROWS),
     }
-
-
-def _breach(check: str, step: int) -> Breach:
-    severity, where, message, remedy = _WORDS[check]
-    return Breach(f"batch:{check}", "batch-suspect", severity, where, message, remedy, step)
 
 
 _WORDS: dict[str, tuple[Severity, str, str, str]] = {

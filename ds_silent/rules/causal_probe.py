@@ -70,21 +70,11 @@ class CausalProbe(Rule):
         """Hook the model, or decline."""
         self._model = causal_model(self._framework.module)
         if self._model is None:
-            self._decline(
-                "it needs one causal language model of transformers, whose loss and attention modules all say so"
-            )
-        elif not _forwards_alone(self._framework):
-            self._decline("other ranks take part in each forward")
+            _decline("it needs one causal language model of transformers, whose loss and attention modules all say so")
+        elif not self._framework.forwards_alone or any(map(_is_meshed, self._framework.module.parameters())):
+            _decline("other ranks take part in each forward")
         else:
-            hook = partial(safely, self._hook)
-            patches.hook(self._model.register_forward_pre_hook, hook, with_kwargs=True)
-
-    def _decline(self, why: str) -> None:
-        self._say(f"not probed: {why}")
-
-    def _say(self, sentence: str) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.warning("ds_silent: probe: %s", sentence)
+            patches.hook(self._model.register_forward_pre_hook, partial(safely, self._hook), with_kwargs=True)
 
     def _hook(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._done and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
@@ -96,7 +86,7 @@ class CausalProbe(Rule):
         why = _refusal(self._framework.module, inputs)
         trials = [] if why else list(_trials(inputs))
         if why or not trials:
-            self._decline(why or "its rows are too short")
+            _decline(why or "its rows are too short")
             return
         with _put_back(model) as again, torch.no_grad(), _hidden_states(model) as hidden:
 
@@ -115,23 +105,21 @@ class CausalProbe(Rule):
                 noise = torch.stack([_moves(*both).max() for both in zip(before, again_so, trials, strict=True)]).max()
                 moved = [_moves(b, places(t.ids, [t])[0], t) for b, t in zip(before, trials, strict=True)]
             except NothingToCompare:
-                self._decline("the forward shows neither logits nor hidden states of every place")
+                _decline("the forward shows neither logits nor hidden states of every place")
                 return
         if not float(noise) <= _NOISY:  # or NaN
-            self._decline("the forward returns other logits, or none that are finite, when it is repeated")
+            _decline("the forward returns other logits, or none that are finite, when it is repeated")
             return
-        bound = max(BOUND[_in_fp32(model)], TIMES_NOISE * float(noise))
-        self._judge(trials, moved, bound)
+        self._judge(trials, moved, max(BOUND[_in_fp32(model)], TIMES_NOISE * float(noise)))
 
     def _judge(self, trials: list[_Trial], moved: list[Tensor], bound: float) -> None:
         """``moved``: of each row, the farthest."""
-        broken = [
-            (trial.name, float(by.median()))
+        self._found = tuple(
+            _breach(trial.name, float(by.median()), self._framework.step)
             for trial, by in zip(trials, moved, strict=True)
             if float((by > bound).float().mean()) >= 0.5
-        ]
-        self._found = tuple(_breach(name, by, self._framework.step) for name, by in broken)
-        if not broken:
+        )
+        if not self._found:
             said = ", ".join(_WHAT[trial.name] for trial in trials)
             logger.info("ds_silent: probe: nothing moved with other tokens %s", said)
 
@@ -144,9 +132,13 @@ class NothingToCompare(Exception):
     """Raise where a forward does not return what is compared."""
 
 
-def _forwards_alone(framework: Framework) -> bool:
-    meshed = any(hasattr(parameter, "device_mesh") for parameter in framework.module.parameters())
-    return framework.forwards_alone and not meshed
+def _decline(why: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("ds_silent: probe: not probed: %s", why)
+
+
+def _is_meshed(parameter: Tensor) -> bool:
+    return hasattr(parameter, "device_mesh")
 
 
 def _refusal(module: nn.Module, inputs: dict[str, Any]) -> str:
@@ -283,11 +275,7 @@ def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
-_WHAT = {
-    "later": "behind them",
-    "document": "in another document of their row",
-    "padding": "in padding",
-}
+_WHAT = {"later": "behind them", "document": "in another document of their row", "padding": "in padding"}
 _WORDS: dict[str, tuple[Severity, str, str]] = {
     "later": (
         "error",

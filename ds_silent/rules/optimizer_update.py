@@ -12,7 +12,7 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
   step, and always of those that were wrong.
 * **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes
   before or after is none of it: a moving average, clipped or normalised weights, a repair.
-* **The count** of an optimizer that corrects a bias, at its first step: :mod:`ds_silent.rules.step_count`.
+* **The count** of an optimizer that corrects a bias, at its first step.
 * **On an accelerator** the samples are copied to the host and judged when the copy has ended; nothing waits for it.
 
 Silent: a class that is not known, gradients that the step itself unscales, a step that is a part of a graph, fp16
@@ -21,7 +21,7 @@ weights without fp32 masters, sparse gradients, tensors that lie differently in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +36,8 @@ from ds_silent.framework import Framework
 from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, shows, stepped
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
-from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form
+from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form, late_count
 from ds_silent.rules.rule import Breach, Rule
-from ds_silent.rules.step_count import late_count
 
 SAMPLES = 64  # of a tensor
 TENSORS = 4  # per step, in turn
@@ -85,11 +84,7 @@ class Wrong:
 
 
 class UpdateRule(Rule):
-    """Compare updates on this rank; see the module docstring.
-
-    Args:
-        interval: optimizer steps between two that are looked at.
-    """
+    """Compare updates on this rank, of every ``interval``-th step; see the module docstring."""
 
     def __init__(self, framework: Framework, interval: int):
         self._framework, self._interval = framework, interval
@@ -110,14 +105,12 @@ class UpdateRule(Rule):
                 continue
             for group in optimizer.param_groups:
                 self._groups[id(group)], numbers = numbers, numbers + 1
-            hooks = _Hooks(self, form, safely)
-            hooks.pre, hooks.post = (
-                optimizer.register_step_pre_hook(partial(safely, hooks.before)),
-                optimizer.register_step_post_hook(partial(safely, hooks.after)),
-            )
-            optimizer._optimizer_step_post_hooks.move_to_end(hooks.post.id, last=False)
-            patches.add(hooks.pre)
-            patches.add(hooks.post)
+            before = _BeforeStep(self, form, safely)
+            before.handle = optimizer.register_step_pre_hook(partial(safely, before))
+            after = optimizer.register_step_post_hook(partial(safely, self.after))
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            patches.add(before.handle)
+            patches.add(after)
 
     def breaches(self) -> tuple[Breach, ...]:
         while self._under_way and self._under_way[0][-2].ready and self._under_way[0][-1].ready:
@@ -152,9 +145,9 @@ class UpdateRule(Rule):
                 chosen = [[one for one, _ in members] for members in parts.values()]
                 self._open = optimizer, first and self._whole, chosen, ReadLater(torch.cat(pieces))
 
-    def after(self, optimizer: Any) -> None:
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take the same places of the weights, as the step leaves them."""
-        if self._open is None or self._open[0] is not optimizer:
+        if torch.compiler.is_compiling() or self._open is None or self._open[0] is not optimizer:
             return
         (_, first, parts, old), self._open = self._open, None
         with torch.no_grad():
@@ -201,8 +194,8 @@ class UpdateRule(Rule):
                 return None  # each dtype moves that counter on
             counted = all_counted[-1]
         step = form.step(settings.optimizer, group, counted)
-        held = [(name, value) for name, key in settings.moments if isinstance(value := state.get(key), Tensor)]
-        local = [_local(parameter), _local(gradient), *(_local(value) for _, value in held)]
+        held = {name: value for name, key in settings.moments if isinstance(value := state.get(key), Tensor)}
+        local = list(map(_local, (parameter, gradient, *held.values())))
         on_device = step is None and isinstance(state.get("step"), Tensor) and state["step"].numel() == 1
         if not (_alike(local) and (step is not None or on_device)):
             return None
@@ -214,18 +207,13 @@ class UpdateRule(Rule):
         count = min(most, -(-(numel - begin) // stride))
         if step is None:
             local.append(_local(state["step"]).reshape(1))
-        names = tuple(name for name, _ in held)
-        return TensorSample(parameter, name, place, update, step, names, unit, begin, stride, count), local
+        return TensorSample(parameter, name, place, update, step, tuple(held), unit, begin, stride, count), local
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
     @np.errstate(all="ignore")  # what is not finite says nothing
     def _judge(self, at: int, kind: str, first: bool, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
-        """Judge the tensors of a part together, and one by one where that is not right.
-
-        Args:
-            first: these are all tensors of the optimizer's first call.
-        """
+        """Judge a part's tensors together, else one by one; ``first``: these are all of an optimizer's first call."""
         values, weights = _numbers(old.values), _numbers(new.values)
         offset = begin = 0
         corrected: list[tuple[Update, Elements]] = []
@@ -254,7 +242,8 @@ class UpdateRule(Rule):
                 del self._wrong[id(one.parameter)]
         if not wrong:
             return
-        first, joined = wrong[0][0], _joined([old for _, old, _ in wrong])
+        first = wrong[0][0]
+        joined = Elements(*map(np.concatenate, zip(*(old for _, old, _ in wrong), strict=True)))
         of_all = explanations(first.update, joined, np.concatenate([seen for *_, seen in wrong]), first.unit)
         for one, old, seen in wrong:
             before = self._wrong.get(id(one.parameter))
@@ -284,29 +273,23 @@ class _Settings:
         return self._updates[id(group)]
 
 
-class _Hooks:
-    """The two hooks of one optimizer: the last before its step, and the first behind it."""
+class _BeforeStep:
+    """The last hook of one optimizer before its step."""
 
-    pre: Any
-    post: Any
+    handle: Any
 
     def __init__(self, rule: UpdateRule, form: KnownForm, safely: Callable[..., Any]):
         self._rule, self._form, self._safely = rule, form, safely
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Look now, or when the closure returns, with which a step of every known form begins."""
         unscales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        hooks = list(optimizer._optimizer_step_pre_hooks.items())
-        later = hooks[[key for key, _ in hooks].index(self.pre.id) + 1 :] if self.pre.id in dict(hooks) else hooks
-        last = all(_is_ours(hook) for _, hook in later)  # else a hook may change things
+        keys, hooks = zip(*optimizer._optimizer_step_pre_hooks.items(), strict=True)
+        later = hooks[keys.index(self.handle.id) + 1 :] if self.handle.id in keys else hooks
+        last = all(map(_is_ours, later))  # else a hook may change things
         if unscales or not last or torch.compiler.is_compiling():
             return None
         return behind_closure(partial(self._safely, self._rule.before, optimizer, self._form), args, kwargs)
-
-    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._rule.after(optimizer)
 
 
 def _is_ours(hook: Any) -> bool:
@@ -325,11 +308,10 @@ def _alike(tensors: list[Tensor]) -> bool:
     """Tell whether places in memory are the same elements of all tensors, and their numbers are judged."""
     first = tensors[0]
     shape, stride, device = first.shape, first.stride(), first.device
-    for one in tensors:
-        if type(one) not in _PLAIN or one.dtype not in _DTYPES or one.device != device:
-            return False
-        if one.shape != shape or one.stride() != stride:
-            return False
+    if any(type(one) not in _PLAIN or one.dtype not in _DTYPES or one.device != device for one in tensors):
+        return False
+    if any(one.shape != shape or one.stride() != stride for one in tensors):
+        return False
     dense = first.is_contiguous() or (first.ndim == 4 and first.is_contiguous(memory_format=torch.channels_last))
     return dense and first.numel() > 0
 
@@ -362,10 +344,6 @@ def _single(part: Part, old: Elements, seen: Numbers) -> Iterator[Judged]:
     for one in part:
         begin, end = end, end + one.size
         yield one, Elements(*(values[begin:end] for values in all_of_old)), seen[begin:end]
-
-
-def _joined(several: Sequence[Elements]) -> Elements:
-    return Elements(*(np.concatenate(values) for values in zip(*several, strict=True)))
 
 
 def _misses(update: Update, old: Elements, seen: Numbers, unit: float) -> bool:

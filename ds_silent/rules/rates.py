@@ -55,17 +55,15 @@ class RateRule(Rule):
 
     def _schedulers(self) -> list[tuple[Any, Schedule]]:
         """Find them once, and let those of chained schedules tell when they are about to step."""
-        named = self._framework.schedulers()
-        came_with = self._framework.came_with
-        schedulers = named or self._of_torch()
+        came_with, schedulers = self._framework.came_with, self._framework.schedulers() or self._of_torch()
         found = [(one, known) for one in schedulers if (known := schedule_of(one, came_with)) is not None]
         for scheduler, schedule in found:
             self._bases[id(scheduler)] = _bases_of(scheduler)
             if schedule.chained:
-                wrapper = partial(self._stepping, scheduler)
-                self._patches.wrap_method(type(scheduler), "step", wrapper)
+                self._patches.wrap_method(type(scheduler), "step", partial(self._stepping, scheduler))
                 self._at[id(scheduler)] = step_of(scheduler)
-                if not self._agrees(scheduler, schedule):
+                rates = zip(_rates(scheduler), schedule.rates(scheduler), strict=False)
+                if not all(now is None or right is None or _close(now, right) for now, right in rates):
                     self._changed.add(id(scheduler))
         return found
 
@@ -102,10 +100,6 @@ class RateRule(Rule):
         same = bool(last) and last == _rates(scheduler)[: len(last)]
         return stepped == step_of(scheduler) and same and None not in last
 
-    def _agrees(self, scheduler: Any, schedule: Schedule) -> bool:
-        rates = zip(_rates(scheduler), schedule.rates(scheduler), strict=False)
-        return all(now is None or right is None or math.isclose(now, right, rel_tol=TOLERANCE) for now, right in rates)
-
     def _look(self, scheduler: Any, schedule: Schedule) -> None:
         now = _rates(scheduler)
         if _bases_of(scheduler) != self._bases[id(scheduler)]:
@@ -139,12 +133,13 @@ def _rates(scheduler: Any) -> list[float | None]:
     return [number(group["lr"]) for group in scheduler.optimizer.param_groups]
 
 
+def _close(rate: float, other: float) -> bool:
+    return math.isclose(rate, other, rel_tol=TOLERANCE)
+
+
 def _breach(scheduler: Any, group: int, rate: float, right: Sequence[float | None], step: int) -> Breach:
     kind, meant = type(scheduler).__name__, right[group]
-    others = [
-        place for place, one in enumerate(right)
-        if place != group and one is not None and math.isclose(one, rate, rel_tol=TOLERANCE)
-    ]  # fmt: skip
+    others = [place for place, one in enumerate(right) if place != group and one is not None and _close(one, rate)]
     as_other = f", and {rate:.6g} is what it gives group {others[0]}" if others else ""
     return Breach(
         key=f"rate:{kind}:{group}",

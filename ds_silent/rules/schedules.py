@@ -10,7 +10,7 @@ A scheduler is known by its own class and never by its ancestors.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +43,7 @@ class Schedule:
 def schedule_of(scheduler: Any, came_with: Rates | None = None) -> Schedule | None:
     """Return the schedule; None for every class that is not one of them by itself.
 
-    Args:
-        came_with: the groups' rates before the scheduler was made, where it has promised to rise to them.
+    ``came_with``: the groups' rates before the scheduler was made, where it has promised to rise to them.
     """
     kind = type(scheduler)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -61,12 +60,19 @@ def step_of(scheduler: Any) -> int:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def _factor(factor: Callable[[Any, int], float | None]) -> Callable[[Any], Rates]:
+def _times(factor: Callable[[Any, int], float]) -> Schedule:
+    """Return the chained schedule that multiplies each base rate by what ``factor`` gives for a step."""
+
     def rates(scheduler: Any) -> Rates:
         times = factor(scheduler, int(scheduler.last_epoch))
-        return [None if times is None or base is None else base * times for base in map(number, scheduler.base_lrs)]
+        return [None if base is None else base * times for base in map(number, scheduler.base_lrs)]
 
-    return rates
+    return Schedule(rates, chained=True)
+
+
+def _linear(scheduler: Any, step: int) -> float:
+    first, last, steps = scheduler.start_factor, scheduler.end_factor, scheduler.total_iters
+    return float(first + (last - first) * min(step, steps) / steps)
 
 
 def _cosine(scheduler: Any) -> Rates:
@@ -74,10 +80,6 @@ def _cosine(scheduler: Any) -> Rates:
     if scheduler.last_epoch > scheduler.T_max:
         return [None] * len(scheduler.base_lrs)
     return _on_cosine(scheduler, scheduler.last_epoch / scheduler.T_max)
-
-
-def _restarting(scheduler: Any) -> Rates:
-    return _on_cosine(scheduler, scheduler.T_cur / scheduler.T_i)
 
 
 def _on_cosine(scheduler: Any, part: float) -> Rates:
@@ -105,44 +107,31 @@ def _lambdas(scheduler: Any) -> Rates:
 
 def _one_cycle(scheduler: Any) -> Rates:
     """From ``initial_lr`` to ``max_lr`` and down to ``min_lr`` of each group, by way of ``initial_lr`` in 3 phases."""
-    step, phases, rates = float(scheduler.last_epoch), scheduler._schedule_phases, []
-    begin = 0.0
-    for phase in phases:
-        if step <= phase["end_step"] or phase is phases[-1]:
-            part = (step - begin) / (phase["end_step"] - begin)
-            if scheduler._anneal_func_type == "cos":
-                part = (1.0 - math.cos(math.pi * part)) / 2.0
-            for group in scheduler.optimizer.param_groups:
-                low, high = float(group[phase["start_lr"]]), float(group[phase["end_lr"]])
-                rates.append(low + (high - low) * part)
-            break
-        begin = phase["end_step"]
-    return rates
+    step, groups, phases = float(scheduler.last_epoch), scheduler.optimizer.param_groups, scheduler._schedule_phases
+    ends = [float(phase["end_step"]) for phase in phases]
+    at = min(bisect_left(ends, step), len(ends) - 1)
+    begin = ends[at - 1] if at else 0.0
+    part = (step - begin) / (ends[at] - begin)
+    if scheduler._anneal_func_type == "cos":
+        part = (1.0 - math.cos(math.pi * part)) / 2.0
+    bounds = [(float(group[phases[at]["start_lr"]]), float(group[phases[at]["end_lr"]])) for group in groups]
+    return [low + (high - low) * part for low, high in bounds]
 
 
 _OF_TORCH: dict[type, Schedule] = {
     lr_scheduler.LambdaLR: Schedule(_lambdas),
     lr_scheduler.OneCycleLR: Schedule(_one_cycle),
-    lr_scheduler.CosineAnnealingWarmRestarts: Schedule(_restarting),
+    lr_scheduler.CosineAnnealingWarmRestarts: Schedule(lambda one: _on_cosine(one, one.T_cur / one.T_i)),
     lr_scheduler.CosineAnnealingLR: Schedule(_cosine, chained=True),
-    lr_scheduler.StepLR: Schedule(_factor(lambda one, step: one.gamma ** (step // one.step_size)), chained=True),
-    lr_scheduler.MultiStepLR: Schedule(
-        _factor(lambda one, step: one.gamma ** bisect_right(sorted(one.milestones.elements()), step)), chained=True
+    lr_scheduler.StepLR: _times(lambda one, step: one.gamma ** (step // one.step_size)),
+    lr_scheduler.MultiStepLR: _times(
+        lambda one, step: one.gamma ** bisect_right(sorted(one.milestones.elements()), step)
     ),
-    lr_scheduler.ExponentialLR: Schedule(_factor(lambda one, step: one.gamma**step), chained=True),
-    lr_scheduler.ConstantLR: Schedule(
-        _factor(lambda one, step: one.factor if step < one.total_iters else 1.0), chained=True
-    ),
-    lr_scheduler.LinearLR: Schedule(
-        _factor(
-            lambda one, step: (
-                one.start_factor + (one.end_factor - one.start_factor) * min(step, one.total_iters) / one.total_iters
-            )
-        ),
-        chained=True,
-    ),
-    lr_scheduler.PolynomialLR: Schedule(
-        _factor(lambda one, step: (1.0 - min(step, one.total_iters) / one.total_iters) ** one.power), chained=True
+    lr_scheduler.ExponentialLR: _times(lambda one, step: one.gamma**step),
+    lr_scheduler.ConstantLR: _times(lambda one, step: one.factor if step < one.total_iters else 1.0),
+    lr_scheduler.LinearLR: _times(_linear),
+    lr_scheduler.PolynomialLR: _times(
+        lambda one, step: (1.0 - min(step, one.total_iters) / one.total_iters) ** one.power
     ),
 }
 
@@ -199,12 +188,9 @@ def _range_test(scheduler: Any) -> Rates:
 
 def _deepspeed(rates: Callable[[Any], Rates]) -> Schedule:
     """Before its first step a scheduler sets what its constructor says."""
-    return Schedule(lambda one: rates(one) if one.last_batch_iteration >= 0 else [None] * len(_groups(one)))
-
-
-def _groups(scheduler: Any) -> Sequence[Any]:
-    groups: Sequence[Any] = scheduler.optimizer.param_groups
-    return groups
+    return Schedule(
+        lambda one: rates(one) if one.last_batch_iteration >= 0 else [None] * len(one.optimizer.param_groups)
+    )
 
 
 _OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"

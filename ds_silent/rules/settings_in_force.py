@@ -8,7 +8,7 @@ Two runs of the same script are compared by it where a default has changed betwe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ def settings_in_force(framework: Framework) -> dict[str, Setting]:
     found = dict(framework.settings())
     if framework.micro_batches > 1:  # 1 is also what a loop says that has not been asked
         found.setdefault("micro-batches of a step", Setting(framework.micro_batches, "yours"))
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in framework.parameters})
-    found["precision of the trainable parameters"] = Setting(", ".join(dtypes), "framework")
+    found["precision of the trainable parameters"] = Setting(_dtypes(framework.parameters), "framework")
     optimizers = framework.optimizers()
     for place, optimizer in enumerate(optimizers):
         prefix = f"optimizer {place}: " if len(optimizers) > 1 else ""
@@ -82,14 +81,11 @@ def _of_optimizer(optimizer: Any, framework: Framework) -> Iterator[tuple[str, S
     yield "optimizer", Setting(type(optimizer).__name__, "yours")
     yield "optimizer's update", Setting("not checked" if known_form(optimizer) is None else "checked", "framework")
     groups = optimizer.param_groups
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]})
-    if dtypes:  # ZeRO stage 3 fills its groups within a step
-        yield "precision of what the optimizer steps", Setting(", ".join(dtypes), "framework")
+    if dtypes := _dtypes(p for group in groups for p in group["params"]):  # ZeRO stage 3 fills them within a step
+        yield "precision of what the optimizer steps", Setting(dtypes, "framework")
     defaults = _defaults_of(type(optimizer))
-    names = dict.fromkeys(key for group in groups for key in group if key != "params" and key not in _OF_SCHEDULES)
-    for name in names:
-        values = [_plain(group.get(name)) for group in groups]
-        for label, value in _by_group(name, values):
+    for name in dict.fromkeys(key for group in groups for key in group if key not in {"params", *_OF_SCHEDULES}):
+        for label, value in _by_group(name, [_plain(group.get(name)) for group in groups]):
             origin: Origin = "default" if name in defaults and _plain(defaults[name]) == value else "yours"
             scheduled = name == "lr" and any("initial_lr" in group for group in groups)
             if name not in defaults or scheduled or (name == "lr" and framework.schedulers()):
@@ -99,6 +95,10 @@ def _of_optimizer(optimizer: Any, framework: Framework) -> Iterator[tuple[str, S
     without = [known[id(p)] for g in groups if not _plain(g.get("weight_decay")) for p in g["params"] if id(p) in known]
     if without and any(_plain(group.get("weight_decay")) for group in groups):
         yield "without weight decay", Setting(listed(without, SHOWN, "parameters"), "yours")
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
 def _by_group(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:

@@ -63,7 +63,7 @@ class WeightsInUse(_Weights):
     def breaches(self) -> tuple[Breach, ...]:
         """Look at some measured steps."""
         looks = self._steps % EVERY < LOOKED_AT
-        copies = sorted(self._framework.copies(), key=lambda copy: str(copy.weights.dtype)) if looks else []
+        copies = sorted(self._framework.copies(), key=_dtype) if looks else []
         if copies:
             unequal = torch.cat([unequal_samples(list(alike), self._steps) for _, alike in groupby(copies, _dtype)])
             sizes = [_places(copy.weights, self._steps)[2] for copy in copies]
@@ -72,8 +72,8 @@ class WeightsInUse(_Weights):
         return self._judged()
 
 
-def _dtype(copy: WeightCopy) -> torch.dtype:
-    return copy.weights.dtype
+def _dtype(copy: WeightCopy) -> str:
+    return str(copy.weights.dtype)
 
 
 def sample(values: Tensor, look: int) -> Tensor:
@@ -91,11 +91,7 @@ def _places(values: Tensor, look: int) -> tuple[int, int, int]:
 
 
 def unequal_samples(copies: list[WeightCopy], look: int) -> Tensor:
-    """Tell of each sample, bool on the weights' device, whether it is not its rounded master; NaN is equal to NaN.
-
-    Args:
-        copies: of one dtype.
-    """
+    """Tell of each sample of copies of one dtype, on their device, whether it is not its rounded master; NaN is NaN."""
     weights = torch.cat([sample(copy.weights, look) for copy in copies])
     masters = torch.cat([sample(copy.masters, look) for copy in copies])
     return _unequal(weights, masters)
