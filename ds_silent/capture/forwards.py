@@ -42,8 +42,7 @@ class _Pass:
         self.joins, self._may_join = joins, True
         self._since = self._given = 0  # rows since a batch was given
         self.kept = False  # the script goes over batches again that it keeps
-        self.single = True  # each forward has one row, of batches of several; or fewer than torch's sampler has dealt
-        self.prompt = True  # each batch was forwarded, once, before the next was fetched
+        self.single = True  # each forward has one row, of batches of several
         self.more = self.short = False  # a forward has had more rows than a batch; all together have had fewer
 
     def forward(self, rows: int, fresh: bool) -> None:
@@ -59,9 +58,7 @@ class _Pass:
         self.rows, self.fresh = self.rows + rows, self.fresh + rows * fresh
         whole = self.forwards == 1 < loader_pass.given == loader_pass.batches
         self.kept = self.kept or whole or self._since > KEPT * batch
-        few = rows == 1 < batch or (rows < batch and fresh and loader_pass.torchs)
-        self.single = self.single and few and self.forwards <= loader_pass.given and not self.kept
-        self.prompt = self.prompt and fresh and loader_pass.torchs and self.forwards == loader_pass.given
+        self.single = self.single and rows == 1 < batch and self.forwards <= loader_pass.given and not self.kept
         self.more = self.more or rows > batch
         missing = self.missing
         self.short = missing > 0 and (self.short or self.forwards < _FEW or missing >= 2 * batch)
@@ -72,11 +69,6 @@ class _Pass:
         if self.kept or self.forwards > self.loader_pass.given:
             return 0
         return max(0, self.loader_pass.rows_in(self.forwards) - self.rows)
-
-    @property
-    def packs(self) -> bool:
-        """Tell whether it is sure that a forward's tensors hold a whole batch, in fewer rows: packed, or graphs."""
-        return self.single and self.prompt and self.forwards >= _FEW and self.missing > 0
 
     @property
     def dealt(self) -> int:
@@ -138,7 +130,7 @@ class RowsOfData:
             own, fresh = _Pass(loader_pass, loader_pass.batch, own is not None and own.joins), True
         self._pass = own
         own.forward(rows, fresh)
-        if own.packs or (own.single and deals and self._owed + own.missing > AHEAD * own.batch):
+        if own.single and deals and self._owed + own.missing > AHEAD * own.batch:
             self._packed, self._before, self._owed = True, self._before + self._owed, 0
         doubtful = own.short or (own.single and self._owed > 0) or (own.pairs_or_joined and not self._before)
         self.known = self._packed or not doubtful

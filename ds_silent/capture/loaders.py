@@ -42,6 +42,7 @@ class DataFacts:
 
     rows: int | None = None  # of one epoch, over all ranks
     shuffles: bool | None = None
+    filled: int = 0  # rows more that a pass deals to the ranks, as of a sampler that fills up each of its buckets
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,15 @@ def _facts(source: Any, ranks: int) -> DataFacts:
     if rows is None and (shares is not None or ranks == 1):
         sets = [getattr(one, name, None) for one in samplers for name in ("dataset", "_dataset", "data_source")]
         rows = next((length for length in map(length_of, sets) if length is not None), None)
-    return DataFacts(rows, next((known for known in map(_shuffles, samplers) if known is not None), None))
+    shuffles = next((known for known in map(_shuffles, samplers) if known is not None), None)
+    return DataFacts(rows, shuffles, _filled(source, rows, ranks) if shares is not None else 0)
+
+
+def _filled(iterator: Any, rows: int | None, ranks: int) -> int:
+    """Count the rows that a pass deals beyond the data's; 0 where it deals them several times."""
+    own = loader_pass_of(iterator)
+    more = ranks * own.rows_in(own.batches or 0) - (rows or 0)
+    return more if rows is not None and ranks <= more < rows else 0
 
 
 def _shuffles(sampler: Any) -> bool | None:

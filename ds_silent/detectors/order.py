@@ -92,7 +92,7 @@ class OrderTest(Detector):
                     self.notes = (_begun_anew(record, now, now.anew),)
                 return self._findings(record)
             if not duplicated:
-                certain = min(repeated - max(attributed, own), now.repeated * known - doubtful)
+                certain = min(repeated - max(attributed, own), (now.repeated - now.filled) * known - doubtful)
                 self._weigh(record.step, consumed, max(0.0, certain))
             self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
@@ -131,7 +131,7 @@ class OrderTest(Detector):
             self._mismatch_since = None
 
     def _close_epoch(self, step: int, now: Coverage, share_of_step: float, own: float) -> None:
-        if now.epoch + share_of_step <= 1.0 + 1e-9:  # another step fits into the epoch
+        if now.epoch + share_of_step <= 1.0 + now.filled + 1e-9:  # another step fits into the epoch
             return
         missing = min(now.epoch, 1.0) - now.seen - 3.0 * now.error - own
         low = missing > self._tolerated

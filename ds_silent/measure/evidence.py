@@ -154,6 +154,7 @@ class Coverage:
     sampled: float = 1.0  # share of the rows that are known, by which the others are estimated
     anew: Severity | None = None  # a resumed run has begun the epoch again from its first rows; how grave that is
     once: bool = False  # all ranks' samplers have dealt one order of all rows since the epoch began: each comes once
+    filled: float = 0.0  # share of rows that a pass deals once more, by its loader's own length
 
 
 LONG_TRAIL = 8
@@ -222,9 +223,7 @@ class LabelWeights:
 class ScriptHookEvidence:
     """What the script's own hooks do to the ranks' gradients."""
 
-    factors: npt.NDArray[
-        np.float64
-    ]  # (N,) norm of the gradients that they change, behind over before; NaN: unknown
+    factors: npt.NDArray[np.float64]  # (N,) norm of the gradients that they change, behind over before; NaN: unknown
     unchecked: bool  # they change gradients behind the observer's hooks, on every rank
     names: tuple[str, ...]  # of those of the writing rank that have changed a gradient
 

@@ -217,14 +217,15 @@ class RowTracker:
             spare = own_rows * ranks if walk.watched else 0
             visits = self._epoch.visits - self._before_anew
             before = 0 if begins else visits - spare
-            if rows_in_epoch and not begins and epoch_is_over(before, many, rows_in_epoch, ranks):
-                left = -(-max(0, rows_in_epoch - visits) // ranks)
+            dealt = (rows_in_epoch or 0) + walk.facts.filled
+            if rows_in_epoch and not begins and epoch_is_over(before, many, dealt, ranks):
+                left = -(-max(0, dealt - visits) // ranks)
                 old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
                 if old:
                     yield False, place, place + old
                 place, begins = place + old, True
                 starts = [end, *starts] if end < length else starts
-                most = -(-rows_in_epoch // ranks)
+                most = -(-dealt // ranks)
                 if end - place > most:  # more than a whole epoch is left
                     yield True, place, place + most
                     place, begins = place + most, False
@@ -310,7 +311,9 @@ def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float,
     anew: Severity | None = None
     if begun_anew:
         anew = "warning" if walk.facts.shuffles else "info"  # else passes may be cut, and this be the next one
-    return Coverage(consumed, seen.value, unfilled, rows_in_epoch, seen.standard_error, walk.told, rate, anew)
+    filled = walk.facts.filled / rows_in_epoch
+    error = seen.standard_error
+    return Coverage(consumed, seen.value, unfilled, rows_in_epoch, error, walk.told, rate, anew, filled=filled)
 
 
 def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds, int]:

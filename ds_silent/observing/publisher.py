@@ -85,7 +85,8 @@ class Publisher:
         if self._tracer is not None:
             self._tracer.begin(objective.backwards)
         shuffles = walk.facts.shuffles if self.shuffles is None else self.shuffles
-        facts = DataFacts(self.rows_in_epoch or walk.facts.rows, shuffles)
+        facts = walk.facts if self.rows_in_epoch in (None, walk.facts.rows) else DataFacts(self.rows_in_epoch)
+        facts = replace(facts, shuffles=shuffles)
         of_data = capture.moments.forwards.rows_of_data
         return Context(
             counts.samples,

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.data import BatchSampler, Subset
+from torch.utils.data import Subset
 
 from ds_silent.device import initial_seed
 from ds_silent.maths.fingerprint import Hash, hash_text, rng_hashes, short_hash, shown_hash, tensor_hash
@@ -285,7 +285,6 @@ class LoaderPass:
     batch: int | None
     batches: int | None
     rows: int | None  # of the pass
-    torchs: bool = False  # torch's own sampler makes the batches: each but the last has ``batch`` rows
     given: int = 0  # batches so far
 
     def rows_in(self, batches: int) -> int:
@@ -300,8 +299,7 @@ def loader_pass_of(iterator: Any) -> LoaderPass:
         sampler = getattr(iterator, "_index_sampler", None)
         alone = getattr(iterator, "_auto_collation", True) is False
         inner = sampler if alone else getattr(sampler, "sampler", None)
-        batch, torchs = 1 if alone else rows_per_batch(iterator), type(sampler) is BatchSampler
-        return LoaderPass(batch, length_of(sampler), length_of(inner), torchs)
+        return LoaderPass(1 if alone else rows_per_batch(iterator), length_of(sampler), length_of(inner))
     except Exception:  # somebody else's property
         return LoaderPass(None, None, None)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_silent.capture.loaders import DataFacts, Walk
+from ds_silent.capture.loaders import DataFacts, Walk, data_facts
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids
@@ -71,6 +71,50 @@ class Deal:
         )
         record = StepRecord(len(self.said), 0, None, self.ranks)
         self.events += self.judge.step(record, evidence)
+
+
+class Buckets(DistributedSampler[int]):
+    """Fill each bucket up to whole batches on every rank, as VITS does: each row comes in every epoch, some twice."""
+
+    def __init__(self, buckets: tuple[int, ...], ranks: int, rank: int, batch: int):
+        super().__init__(list(range(sum(buckets))), ranks, rank, seed=3)  # type: ignore[arg-type]
+        self.buckets, self.batch_size = buckets, batch
+        self.batches = [-(-size // (batch * ranks)) for size in buckets]
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.epoch)
+        made, before, batch = [], 0, self.batch_size
+        for size, batches in zip(self.buckets, self.batches, strict=True):
+            rows = (before + torch.randperm(size, generator=generator)).repeat(batch * self.num_replicas)
+            own = rows[: batches * batch * self.num_replicas][self.rank :: self.num_replicas].tolist()
+            made += [own[place : place + batch] for place in range(0, len(own), batch)]
+            before += size
+        return iter([made[place] for place in torch.randperm(len(made), generator=generator).tolist()])
+
+    def __len__(self) -> int:
+        return sum(self.batches)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("buckets", [(19, 17, 18, 10), (33, 21, 40)])
+def test_a_sampler_that_fills_up_its_buckets_leaves_no_row_out(
+    buckets: tuple[int, ...], watched: bool, told: bool
+) -> None:
+    rows = sum(buckets)
+    deal = Deal(rows, 2, 4, 1, False, watched, told)
+    deal.samplers = [Buckets(buckets, 2, rank, 4) for rank in range(2)]
+    deal.loaders = [DataLoader(list(range(rows)), batch_sampler=one) for one in deal.samplers]  # type: ignore[arg-type]
+    deal.facts = data_facts(iter(deal.loaders[0]), 2)
+    dealt = 2 * 4 * len(deal.samplers[0])
+    assert deal.facts == DataFacts(rows, True, dealt - rows)
+    for epoch in range(6):
+        deal.epoch(epoch)
+    assert deal.events == []
+    for step in deal.steps_of_epochs if watched else ():
+        coverage = deal.said[step - 1].coverage
+        assert coverage.seen == 1.0
+        assert coverage.repeated == pytest.approx((dealt - rows) / rows)
 
 
 CUTS = [

@@ -93,10 +93,9 @@ def layer_heat(view: PlotContext, which: int) -> Panel | None:
     count = len(layers.names)
     # of the cosine it is the lowest that matters, of the dispersion the highest
     chosen = (buckets.low if which else buckets.high)[:, which * count :][:, :count]
-    table = rebinned(view.axis, buckets.steps, chosen, chosen)
+    table, names = rebinned(view.axis, buckets.steps, chosen, chosen)[:MOST_ROWS], layers.names[:MOST_ROWS]
     if not np.isfinite(table).any():
         return None
-    table, names = table[:MOST_ROWS], layers.names[:MOST_ROWS]
     bottom, top = (float(value) for value in np.quantile(finite(table), (0.02, 0.98)))
     png = sequential(1 - table, 1 - top, 1 - bottom) if which else sequential(table, bottom, top)
     labels = [name if len(name) <= 34 else f"…{name[-33:]}" for name in names]

@@ -143,6 +143,13 @@ HOSTILE: dict[str, dict[str, bytes]] = {
         metrics=ONE, matrices=[{"step": n, "cosines": odd} for n, odd in enumerate(ODD_MATRICES)]
     ),
     "layers that are none": run(metrics=ONE, layers=[{"step": n, "layers": odd} for n, odd in enumerate(ODD_LAYERS)]),
+    "the layers shown are frozen": run(
+        metrics=[step(1), step(2)],
+        layers=[
+            {"step": s, "layers": [{"name": str(n), "norm_cv": None if n < 66 else 0.1} for n in range(70)]}
+            for s in (1, 2)
+        ],
+    ),
     "raw values that are none": run(metrics=ONE, per_rank=b"not ours" * 100),
     "raw values, newer": run(metrics=ONE, per_rank=struct.pack("<8sII", MAGIC, 99, 0)),
     "raw values that lie": run(
