@@ -189,7 +189,8 @@ class Episodes:
                 causes = [(name, fault) for name, fault in self._open() if _explains(name, fault, finding, step)]
                 name, cause = min(causes, key=lambda one: one[1].since, default=(None, None))
                 self._active[key] = OpenFault.of(finding, step, name)
-                events.append(self._event(step, finding, "") if cause is None else self._follows(step, finding, cause))
+                event = self._event(step, finding, "") if cause is None else self._follows(step, finding, cause)
+                events.append(self._explanation(event))
                 continue
             episode.last_seen, episode.absent = step, 0
             episode.age += 1
@@ -214,6 +215,8 @@ class Episodes:
                 message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 apart = "replica-drift" in episode.effects
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
+                if apart and any(finding.kind == "replica-drift" for finding in present.values()):
+                    remedy = "Mend the replicas first: see the remedy of the replica-drift, which goes on."
                 if episode.kind == "outlier-rank":  # statistics tell that they are no longer sure, and not why
                     remedy = "Nothing to do if its cause was mended; else it may be there still, too small to be sure."
                 if key.startswith(KEY):
@@ -253,6 +256,15 @@ class Episodes:
             finding = replace(finding, message=message.rstrip(), remedy=remedy)
         event = self._event(step, finding, f"Follows from the {cause.kind} of {when}{place}: ")
         return replace(event, severity="info", follows=f"{cause.kind}{place}")
+
+    def _explanation(self, event: Event) -> Event:
+        """Return a hook that changes gradients, as a note where its ranks are known to be unlike the others by now."""
+        known = (one for _, one in self._open() if one.kind == "outlier-rank" and one.where != HOOKS)
+        found = next((one for one in known if set(event.ranks) <= set(one.ranks)), None)
+        if event.where != HOOKS or not event.ranks or found is None:
+            return event
+        message = f"Explains the outlier-rank of step {found.since} ({found.where}): {event.message}"
+        return replace(event, severity="info", message=message, follows=f"outlier-rank ({found.where})")
 
     def _event(self, step: int, finding: Finding, prefix: str, phase: Phase = "started") -> Event:
         f = finding

@@ -195,14 +195,13 @@ def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, P
         return replace(found, effects=("replica-drift",))
     odd = outvoted(groups)
     message = (
-        f"The ranks hold different aggregated gradients in {where}: {who_received(groups, record.world_size)} The "
-        "difference is within rounding, or outside of what each rank checks."
+        f"The ranks hold different aggregated gradients in {where}: {who_received(groups, record.world_size)} Where it "
+        "was checked the reduction is right, up to rounding."
     )
-    remedy = distrust(words, odd)
     if seen.changed:
         message += " The script has changed the gradient since the reduction, so the difference may be its own."
-        remedy = f"Look first for code that changes gradients on some ranks only. If there is none: {remedy}"
-    key = f"integrity received {where}"
+    remedy = distrust(words, odd, "changed")
+    key = f"integrity received {odd}"  # in other layers at each step, where the script clips each by its own norm
     found = Finding(key, "aggregation-error", "error", odd, where, None, None, message, remedy, record.step)
     return replace(found, effects=("replica-drift",))
 
@@ -233,8 +232,9 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
         add(f"idle {seen.idle}", seen.idle, None, None, text, remedy)
-        counts = f"unlike:counters:{seen.idle}"  # a step that was skipped is not counted
-        findings[-1] = replace(findings[-1], effects=(*findings[-1].effects, counts))
+        groups = parts_of(rank in seen.idle for rank in range(world_size))
+        counts = f"unlike:counters:{outvoted(groups)}"  # a step that was skipped is not counted
+        findings[-1] = replace(findings[-1], effects=(*findings[-1].effects, counts, f"replicas {groups}"))
     if seen.changed:
         if seen.unlike:
             usual = statistics.median_low(seen.known)  # of an empty share, which goes with the others
@@ -310,7 +310,12 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
 
 def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
     """Return what to do about a wrong aggregate: ``ranks`` are named, and ``what`` is the kind of its cause."""
-    known = {"unreduced": words.not_reduced, "unsynchronised": words.not_synchronised, "leftover": words.not_cleared}
+    known = {
+        "unreduced": words.not_reduced,
+        "unsynchronised": words.not_synchronised,
+        "leftover": words.not_cleared,
+        "changed": "Look for code that changes gradients on some ranks only behind the reduction, as by clipping",
+    }
     first = known.get(what) or "Look for a hook or other code of the script that changes gradients"
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"
     look = ", and look at the network of the rank named" if ranks else ""

@@ -13,8 +13,10 @@ from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings, setting_findings
 from ds_silent.detectors.outlier import RankComparison
-from ds_silent.detectors.reduction_errors import reduction
+from ds_silent.detectors.reduction_errors import reduction, replicas
+from ds_silent.distributed.parts import Parts
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
+from ds_silent.preflight.items import HOOKS
 from ds_silent.records import Event, EventKind, Severity, StepRecord
 from ds_silent.text import TORCH
 from tests.support.made_records import Run, make
@@ -153,6 +155,51 @@ def test_a_step_that_one_rank_did_not_take_and_its_count_of_steps_are_one_alarm(
     by_place = {event.where: event for event in events}
     assert by_place["applied gradient"].severity == "error"
     assert by_place["optimizer's step"].severity == severities[1]
+
+
+@pytest.mark.parametrize("groups", [((0,), (1,)), ((0, 2, 3), (1,))])
+def test_a_step_that_one_rank_did_not_take_explains_its_count_and_its_replica(groups: Parts) -> None:
+    """Of two ranks the counters name nobody: their error came first, with a remedy of its own."""
+    ranks = sum(map(len, groups))
+    applied = AppliedCheck(31, 1.0, (None, *[1.0] * (ranks - 1)), 1e-3, 0.0, 1e-3, (), (1,), None)
+    judged = reduction(make(32, *[[1.0] * ranks] * 3), ReductionEvidence(applied=applied))
+    odd = (1,) if ranks > 2 else ()
+    counts = Unlike(f"unlike:counters:{odd}", odd, "optimizer's step", "31 and 30.", "Step it everywhere.", 32)
+    drift = replicas(make(33, *[[1.0] * ranks] * 3), groups, None)
+    episodes = Episodes()
+    found = [*setting_findings((counts,)), *judged]
+    events = [*episodes.update(32, found), *episodes.update(33, [*found, *drift])]
+    assert [(one.kind, one.severity) for one in events] == [
+        ("aggregation-error", "error"),
+        ("config-mismatch", "info"),
+        ("replica-drift", "info"),
+    ]
+
+
+def test_other_layers_of_other_bits_are_one_fault() -> None:
+    """A rank that alone clips each parameter by its own norm had 18 errors in 64 steps."""
+    episodes, events = Episodes(), list[Event]()
+    for step, layers in enumerate(((3, 4), (4,), (0, 3), (3, 4), (0, 1, 2)), start=1):
+        seen = ReductionEvidence(layers=tuple("abcde"), received=dict.fromkeys(layers, ((0,), (1,))))
+        events += episodes.update(step, reduction(make(step, *[[1.0] * 2] * 3), seen))
+    [event] = events
+    assert (event.kind, event.where, event.severity) == ("aggregation-error", "d, e", "error")
+    drift = replicas(make(6, *[[1.0] * 2] * 3), ((0,), (1,)), None)
+    *_, end = episodes.update(6, drift)
+    assert "a replica-drift follows" not in end.remedy
+
+
+def test_a_hook_that_is_found_behind_its_rank_explains_it() -> None:
+    outlier = finding("outlier-rank", (2,), "gradient norm", 4)
+    hook = replace(finding("outlier-rank", (2,), HOOKS, 4), key="script-hooks:(2,)")
+    episodes = Episodes()
+    assert [event.severity for event in episodes.update(4, [outlier])] == ["error"]
+    [event] = episodes.update(7, [outlier, hook])
+    assert (event.severity, event.follows) == ("info", "outlier-rank (gradient norm)")
+    assert event.message.startswith("Explains the outlier-rank of step 4 (gradient norm): ")
+    other = Episodes()
+    other.update(4, [replace(outlier, ranks=(1,))])
+    assert other.update(7, [replace(outlier, ranks=(1,)), hook])[0].severity == "error"
 
 
 def test_a_gradient_that_nobody_clears_is_one_fault_however_its_sum_looks_later() -> None:
