@@ -4,7 +4,7 @@ shuffles them, how it deals them to the ranks. Nobody has to tell, and nothing h
     watch = LoaderWatch(ranks=4).connect()
     watch.forward()                      # a training forward: whether its batch is the first of a pass
     watch.facts, watch.deal              # DataFacts(rows=52002, shuffles=True), Deal("random", ...)
-    data_facts(loader, ranks=4); deal_of(loader, ranks=4)      # the same of a loader that is at hand
+    data_facts(loader, ranks=4)          # of a loader that is at hand
 
 One method of a class of torch's is wrapped while anybody watches: ``_BaseDataLoaderIter.__next__``
 (``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and the frameworks' goes
@@ -19,16 +19,13 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, dataloader
+from torch.utils.data import dataloader
 
-from ds_silent.maths.fingerprint import hash_text, short_hash
-from ds_silent.preflight.comparison import PreflightOutcome
-from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of, picked_from, sampler_facts, samplers_in
-from ds_silent.preflight.items import Item
-from ds_silent.records import DataDealt, Dealt
+from ds_silent.capture.deals import Deal, deal_of
+from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of, sampler_facts, samplers_in
 
 logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
@@ -46,26 +43,6 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How one rank's sampler deals rows to ranks; whether the others' do the same only their observations say."""
-
-    dealt: Dealt = "unknown"
-    by: str = "no loader was seen"
-    order: float = 0.0  # hash of all that the order of the rows follows from, the same on all ranks; 0 where unknown
-    by_epoch: bool = False  # another order comes only with another epoch of the sampler
-    by_torch: bool = False  # and the sampler is torch's own, of which that is sure
-    alike: int = 1  # passes in a row that this one sampler has dealt in one order, this one among them
-    by_content: bool = False  # rows are chosen by what is in them: one rank may get the longest, by design
-    picked: str = ""  # rows that a shared data set picks from another
-    pass_rows: int | None = None  # of this rank's data set, of which each pass takes every row: none is left to others
-
-    @property
-    def word(self) -> float:
-        """Return what the other ranks are sent: ``order``, negative where each rank keeps its rows."""
-        return -self.order if self.dealt == "own-shard" else self.order
-
-
-@dataclass(frozen=True)
 class Walk:
     """How the rows of one observation came to the rank that writes."""
 
@@ -73,7 +50,7 @@ class Walk:
     starts: tuple[int, ...] = ()  # places in this rank's rows at which its loader had begun anew
     watched: bool = False  # a loader was seen: where there are no starts, none began
     told: bool = True  # the script has told the ids: they are not hashes of the rows' content
-    deal: Deal = Deal()
+    deal: Deal = field(default_factory=Deal)
     repeated: bool = False  # all forwards took the batch before once more: there are no rows, and none is missing
 
 
@@ -134,9 +111,9 @@ class LoaderWatch(_Watch):
 
     def connect(self) -> LoaderWatch:
         """Begin; ``remove()`` ends it. What a script fed its first batch with is remembered, where somebody does."""
-        for memory in [one for one in _watches if isinstance(one, LoaderMemory)]:
-            if memory.newest is not None:
-                self.advanced(memory.newest)
+        for newest in [one.newest() for one in _watches if isinstance(one, LoaderMemory)]:
+            if newest is not None:
+                self.advanced(newest)
         self._watch()
         return self
 
@@ -202,11 +179,10 @@ class LoaderWatch(_Watch):
 
         ``same``: the sampler that deals is that of the pass before.
         """
+        self._alike = self._alike + 1 if same and deal.fixed and deal.fixed == self._order else 1
+        self._order, deal = deal.fixed, replace(deal, alike=self._alike)
         if not deal.by_epoch or not deal.order:
-            self._order = 0.0
             return deal
-        self._alike = self._alike + 1 if same and deal.order == self._order else 1
-        self._order, deal = deal.order, replace(deal, alike=self._alike if deal.by_torch else 1)
         if deal.order in self._orders:
             return replace(deal, dealt="own-shard", by=f"{deal.by}, but its epoch does not advance")
         self._orders.append(deal.order)
@@ -217,15 +193,11 @@ class LoaderMemory(_Watch):
     """Remember which iterator of a loader was advanced last, for a watch that connects later."""
 
     def __init__(self) -> None:
-        self._newest: weakref.ref[Any] | None = None
+        self.newest: Callable[[], Any] = lambda: None
         self._watch()
 
-    @property
-    def newest(self) -> Any:
-        return None if self._newest is None else self._newest()
-
     def advanced(self, iterator: Any) -> None:
-        self._newest = weakref.ref(iterator)
+        self.newest = weakref.ref(iterator)
 
 
 # -- what a loader or sampler says of the data -------------------------------------------------------------------------
@@ -267,14 +239,14 @@ def _facts(source: Any, ranks: int) -> DataFacts:
         sets = [getattr(one, name, None) for one in samplers for name in ("dataset", "_dataset", "data_source")]
         rows = next((length for length in map(length_of, sets) if length is not None), None)
     shuffles = next((known for known in map(_shuffles, samplers) if known is not None), None)
-    return DataFacts(rows, shuffles, _filled(source, rows, ranks) if shares is not None else 0)
+    return DataFacts(rows, shuffles, 0 if shares is None else _filled(source, rows, ranks))
 
 
 def _filled(iterator: Any, rows: int | None, ranks: int) -> int:
     """Count the rows that a pass deals beyond the data's; 0 where it deals them several times."""
     own = loader_pass_of(iterator)
     more = ranks * own.rows_in(own.batches or 0) - (rows or 0)
-    return more if rows is not None and ranks <= more < rows else 0
+    return more if ranks <= more < (rows or 0) else 0
 
 
 def _shuffles(sampler: Any) -> bool | None:
@@ -283,121 +255,3 @@ def _shuffles(sampler: Any) -> bool | None:
         return said
     name = type(sampler).__name__
     return True if "RandomSampler" in name else (False if name == "SequentialSampler" else None)
-
-
-# -- how rows are dealt ------------------------------------------------------------------------------------------------
-
-_BY_CONTENT = ("Length", "Bucket", "Group", "Curriculum")
-_BY_EPOCH = ("DistributedSampler", "StatefulDistributedSampler", "ResumableSampler")
-"""torch's, torchdata's and this project's: a permutation of a seed and an epoch, cut into a share per rank."""
-
-
-def deal_of(source: Any, ranks: int) -> Deal:
-    """Tell how a loader, its iterator or a sampler deals rows to N ``ranks``, as far as this rank's own says.
-
-    Known are samplers that cut one order of all rows into N shares. A sampler that chooses rows by what is in them, as
-    by their length, or that is not known by name, may give one rank other rows than another by design.
-    """
-    if source is None:
-        return Deal()
-    try:
-        samplers = samplers_in(source)
-        found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
-        plain = (one for one in samplers if type(one) is RandomSampler and not one.replacement)
-        rows = next((length_of(one.data_source) for one in plain), None)
-        return next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows))
-    except Exception:  # somebody else's property
-        return Deal(by=f"{type(source).__name__}, which cannot be read")
-
-
-def _as_it_likes(name: str) -> Deal:
-    return Deal(by=f"{name}, which may deal as it likes", by_content=any(word in name for word in _BY_CONTENT))
-
-
-def deal_item(deal: Deal) -> Item:
-    """Make the preflight's item: whether all ranks' samplers deal alike. Nothing is expected of it."""
-    return Item("how rows are dealt", "sampler", "free", deal.by, hash_text(f"{deal.dealt} {deal.order}"))
-
-
-def dealt_by_all(outcome: PreflightOutcome, deal: Deal) -> DataDealt:
-    """Return what the preflight has found out, from this rank's deal and whether the others' are the same."""
-    if any(one.item.name == "how rows are dealt" and not one.agrees for one in outcome.items):
-        return DataDealt("unknown", "the ranks' samplers are not the same")
-    return DataDealt(deal.dealt, deal.by)
-
-
-_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's own, of a DataLoader
-
-
-def _called(samplers: list[Any]) -> str:
-    """Name the sampler that decides, as far as one is there, else the loader."""
-    known = [type(one).__name__ for one in samplers if "Sampler" in type(one).__name__]
-    inner = [name for name in known if name not in ("BatchSampler", "_InfiniteConstantSampler")]
-    first = type(samplers[0]).__name__
-    return inner[0] if inner else "DataLoader" if first in _ITERATORS else first
-
-
-def _deal(sampler: Any, samplers: list[Any], ranks: int) -> Deal | None:
-    """Read a sampler's shares; None where it says nothing of them."""
-    name = type(sampler).__name__
-    for size in ("num_replicas", "num_processes", "data_parallel_size"):
-        shares = getattr(sampler, size, None)
-        if isinstance(shares, int):
-            if shares != ranks:
-                return Deal(by=f"{name}, {shares} share{'s' * (shares != 1)} for {ranks} ranks")
-            reader = {"num_replicas": _replicas, "num_processes": _processes, "data_parallel_size": _consumed}[size]
-            return reader(sampler, name, samplers)
-    return None
-
-
-def _replicas(sampler: Any, name: str, samplers: list[Any]) -> Deal:
-    torchs = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
-    if not torchs and name not in _BY_EPOCH:
-        return _as_it_likes(name)
-    shuffles = bool(getattr(sampler, "shuffle", True))
-    follows = [getattr(sampler, key, None) for key in ("num_replicas", "seed", "epoch", "drop_last")]
-    data = getattr(sampler, "dataset", None)
-    picked = picked_from(data)
-    order = short_hash((name, length_of(data), shuffles, follows, picked))
-    if not shuffles:
-        return Deal("own-shard", f"{name}, not shuffled", order, picked=picked)
-    return Deal("random", f"{name}, shuffled", order, by_epoch=True, by_torch=torchs, picked=picked)
-
-
-def _processes(shard: Any, name: str, samplers: list[Any]) -> Deal:
-    """accelerate's shard of another's batches, which is how transformers' Trainer deals."""
-    batches = getattr(shard, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None)
-    inner = type(sampler).__name__
-    known = name == "BatchSamplerShard" and type(batches) is BatchSampler
-    said = f"{name} of {inner}"
-    if not known or inner not in ("RandomSampler", "SeedableRandomSampler", "SequentialSampler"):
-        return _as_it_likes(said)
-    if getattr(sampler, "replacement", False):
-        return Deal(by=f"{said}, with replacement")
-    follows = [getattr(shard, key, None) for key in ("num_processes", "split_batches", "even_batches")]
-    data, epoch = getattr(sampler, "data_source", None), getattr(sampler, "epoch", None)
-    picked = picked_from(data)
-    seed = getattr(sampler, "initial_seed", None) if inner == "SeedableRandomSampler" else None
-    order = short_hash((said, length_of(data), seed, epoch, getattr(batches, "batch_size", None), follows, picked))
-    if inner == "SequentialSampler":
-        return Deal("own-shard", f"{said}, not shuffled", order, picked=picked)
-    return Deal("random", f"{said}, shuffled", order, by_epoch=inner == "SeedableRandomSampler", picked=picked)
-
-
-def _consumed(sampler: Any, name: str, samplers: list[Any]) -> Deal:
-    """Samplers that go on by the samples consumed. One that has ``data_sharding`` shuffles, in a bucket of each rank or
-    in all; another takes the data set as it is, which may hold a shuffled order for all ranks."""
-    sets = [getattr(one, key, None) for one in (sampler, *samplers) for key in ("dataset", "_dataset")]
-    held = next((one for one in sets if one is not None), None)
-    keys = ("total_samples", "micro_batch_size", "data_parallel_size", "data_sharding", "seed")
-    order = short_hash((name, type(held).__name__, [getattr(sampler, key, None) for key in keys]))
-    buckets = getattr(sampler, "data_sharding", None)
-    if buckets is not None:
-        if buckets:
-            return Deal("own-shard", f"{name}, a bucket for each rank", order)
-        return Deal("random", f"{name}, one order for all ranks", order)
-    parts = list(getattr(held, "datasets", None) or [held])
-    if all(hasattr(part, "shuffle_index") for part in parts):
-        return Deal("random", f"{name} of {type(held).__name__}, one shuffled order for all ranks", order)
-    return Deal(by=f"{name} of {type(held).__name__}, which may be in any order")

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ds_silent.capture.loaders import Deal
+from ds_silent.capture.deals import Deal
 from ds_silent.capture.objective import LocalObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained
 from ds_silent.device import generator_state

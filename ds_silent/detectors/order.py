@@ -256,7 +256,7 @@ class SameOrderTest(Detector):
     def _epoch_stays(self, record: StepRecord, passes: int) -> Event:
         """Note what the sampler itself says, where augmented rows never come again bit for bit."""
         message = (
-            f"The epoch of the DistributedSampler is the same in {passes} passes in a row: although it shuffles, each "
+            f"The sampler's epoch is the same in {passes} passes in a row: although it shuffles, each "
             "pass takes the data set's places in the same order, and the same places share a batch. The rows "
             "themselves were not seen to come again, as where they are augmented at random."
         )

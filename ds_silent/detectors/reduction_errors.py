@@ -295,7 +295,8 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
             since = max(drift.since, 0)
             first, which = since if drift.earliest is None else drift.earliest, f"that of step {since}"
             if first != since:
-                which = f"one of those of steps {first} to {since}" if first else f"{which} or an earlier one"
+                before = "or they differed from the start" if since == 1 else "or an earlier one"
+                which = f"one of those of steps {first} to {since}" if first else f"{which} {before}"
             message += f" The first update that left them apart was {which}."
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "

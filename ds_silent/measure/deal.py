@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ds_silent.capture.loaders import Deal
+from ds_silent.capture.deals import Deal
 from ds_silent.exchange.row_ids import Ids
 from ds_silent.maths.mixing import mixed_ids
 from ds_silent.measure.coverage import largest_hash

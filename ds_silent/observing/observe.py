@@ -26,7 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
-from ds_silent.capture.loaders import data_facts, deal_item, deal_of, dealt_by_all
+from ds_silent.capture.deals import deal_item, deal_of, dealt_by_all
+from ds_silent.capture.loaders import data_facts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, ConfigError, SilentConsistencyConfig, WriterError, parse
 from ds_silent.config.block_file import load_ds_config, name_of

@@ -129,8 +129,8 @@ class RunDirectory:
         if not self._undecided:
             return self.directory
         return (
-            f"{self.directory}, which is in use: they go on there if its checkpoint is loaded before the first step, "
-            "else in a new directory below it"
+            f"{self.directory}, which holds another run's records: they go on there if its checkpoint is loaded before "
+            "the first step, else in a new directory below it"
         )
 
     def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:
@@ -185,6 +185,7 @@ class RunDirectory:
             raise
         self._claim = claim
         self.directory = self._summary.directory = str(claim.directory)
+        self._summary.files = files.sinks
         self._background.add(files.sinks)
         self._background.drain()  # what has waited comes before these files, which look at it
         for name, text in self._files.items():

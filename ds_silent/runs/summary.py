@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ class RunSummary(Sink):
 
     Attributes:
         directory: of the records; None while nothing is written.
+        files: what writes there.
         ended: how the training has ended, as ``run.json`` says it; None while that is not known.
     """
 
     def __init__(self, label: str | None = None) -> None:
         self.directory: str | None = None
+        self.files: Sequence[Sink] = ()
         self.ended: Mapping[str, Any] | None = None
         self._name = speaker(label)
         self._steps = self._ranks = 0
@@ -62,7 +64,9 @@ class RunSummary(Sink):
         if self.directory is not None and not Path(self.directory).is_dir():
             where = f"The records are gone: {self.directory} was deleted or moved while the training ran"
         elif self.directory is not None:
-            where = f"Records in {self.directory}; see them: ds-silent report {shlex.quote(self.directory)}"
+            broken = ", ".join(type(sink).__name__ for sink in self.files if sink.broken)
+            less = f", not complete ({broken} has stopped writing)" if broken else ""
+            where = f"Records in {self.directory}{less}; see them: ds-silent report {shlex.quote(self.directory)}"
         events = in_words(run.events.findings if run else {}) or "no events"
         measured = f"{steps:,} step{'s' * (steps != 1)} measured"
         line = f"end  {measured}; {events}; verdict: {self._verdict(steps, run or RunRecords(Path()))} {where}"

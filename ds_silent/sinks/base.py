@@ -24,6 +24,8 @@ class SinkError(Exception):
 class Sink:
     """Where records go; each method does nothing unless it is overridden, and may raise: see :class:`FanOut`."""
 
+    broken = False  # it has raised, and writes nothing more
+
     def write(self, record: StepRecord) -> None:
         """Write one measured step; called once per measured step, in the order of the steps."""
 
@@ -76,6 +78,7 @@ class FanOut(Sink):
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
+        sink.broken = True
         said = "ds_silent: %s stops writing for the rest of this run, the training goes on: %s"
         logger.warning(said, type(sink).__name__, error)
         try:

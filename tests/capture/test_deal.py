@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
-from ds_silent.capture.loaders import Deal, LoaderWatch, deal_of
+from ds_silent.capture.deals import Deal, deal_of
+from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.deal import DealFollower
@@ -183,6 +184,26 @@ def told(words: list[float], deal: Deal, rows: int | None = 100, steps: int = 1,
     return found
 
 
+class Repeated(Sampler[int]):
+    """A sampler of the script's own, as timm's and torchvision's of repeated augmentation."""
+
+    num_replicas, rank, epoch, seed, shuffle = 4, 1, 0, 3, True
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        return iter(order.repeat_interleave(3)[self.rank :: self.num_replicas].tolist())
+
+
+class Drawn(Repeated):
+    """Another that has an epoch, of which its order does not follow."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(len(ROWS))[self.rank :: self.num_replicas].tolist())
+
+
 def passes_of(loaders: list[DataLoader[int]], set_epoch: bool, passes: int = 4) -> list[int]:
     """How many passes alike a watch has counted as each began; the loaders take turns, pass by pass."""
     watch, found = LoaderWatch(4).connect(), []
@@ -206,6 +227,9 @@ def test_passes_of_one_sampler_are_alike_while_its_epoch_stays() -> None:
     assert passes_of([loader(shares()), loader(shares())], set_epoch=False) == [1, 1, 1, 1]  # data of one size
     assert passes_of([loader(shares(shuffle=False))], set_epoch=False) == [1, 1, 1, 1]
     assert passes_of([loader(ByLength(ROWS, num_replicas=4, rank=1))], set_epoch=False) == [1, 1, 1, 1]  # type: ignore[arg-type]
+    assert passes_of([loader(Repeated())], set_epoch=False) == [1, 2, 3, 4]  # its code reads its epoch
+    assert passes_of([loader(Repeated())], set_epoch=True) == [1, 1, 1, 1]
+    assert passes_of([loader(Drawn())], set_epoch=False) == [1, 1, 1, 1]
 
 
 def test_a_sampler_whose_epoch_stays_is_noted_once_where_the_rows_do_not_show_it() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.capture.loaders import DataFacts, Deal, Walk
+from ds_silent.capture.deals import Deal
+from ds_silent.capture.loaders import DataFacts, Walk
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.exchange.row_ids import pack_ids

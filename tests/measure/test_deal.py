@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.capture.loaders import Deal
+from ds_silent.capture.deals import Deal
 from ds_silent.measure.deal import SLOTS, DealFollower, RowOwners
 from ds_silent.measure.evidence import LONG_TRAIL
 from ds_silent.measure.row_history import RecentRows

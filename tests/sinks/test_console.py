@@ -16,8 +16,9 @@ from tqdm import tqdm
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import Event, IntegrityStats, LossStats
+from ds_silent.records import Event, IntegrityStats, LossStats, StepRecord
 from ds_silent.runs.summary import RunSummary
+from ds_silent.sinks.base import FanOut, Sink
 from ds_silent.sinks.console import ConsoleSink, event_line, step_line, wrapped
 from tests.sinks.example_records import empty_record, event, full_record
 
@@ -259,6 +260,22 @@ def test_the_last_line_does_not_send_anybody_to_records_that_are_gone(
     [line] = ended(summary, capsys)
     gone = f"The records are gone: {tmp_path}/deleted was deleted or moved while the training ran"
     assert line == f"[ds_silent] end  1 step measured; no events; verdict: no fault was seen. {gone}"
+
+
+def test_the_last_line_tells_of_records_that_are_not_complete(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A disk was full: the last line said "see them", and two of 64 steps were there."""
+
+    class Full(Sink):
+        def write(self, record: StepRecord) -> None:
+            raise OSError(28, "No space left on device")
+
+    summary, full = RunSummary(), Full()
+    summary.directory, summary.files = str(tmp_path), (Sink(), full)
+    FanOut([full, summary]).write(full_record(8))
+    [line] = ended(summary, capsys)
+    assert f"Records in {tmp_path}, not complete (Full has stopped writing); see them: ds-silent report" in line
 
 
 def test_a_run_that_ends_before_its_first_step_says_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
