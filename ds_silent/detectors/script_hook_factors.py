@@ -57,8 +57,7 @@ def _finding(factors: np.ndarray, hooks: ScriptHookEvidence, since: int) -> Find
     odd = outvoted(parts) or tuple(ranks)
     shown = "; ".join(f"by {factors[part[0]]:.4g} on {ranks_of(part)}" for part in parts[:3])
     message = (
-        f"{_hooks(hooks)} multiply gradients before the reduction, {shown}{'; …' if len(parts) > 3 else ''}: the same "
-        "numbers at every step."
+        f"{_hooks(hooks)} multiply gradients, {shown}{'; …' if len(parts) > 3 else ''}: the same numbers at every step."
     )
     remedy = "Let a hook do the same on every rank: look for a number, or a condition, that follows from the rank."
     key = f"script-hooks:{odd}"

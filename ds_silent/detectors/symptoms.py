@@ -70,14 +70,20 @@ class Recent:
             loss, loss_noise = _changed(loss, loss_noise, *_ratio(usual[:, _LOSS], rank, peers))
             norm, norm_noise = _changed(norm, norm_noise, *_ratio(usual[:, _NORM], rank, peers))
         older = before[:, _COSINE]
-        cosines = *self._directions(newer[:, _COSINE], rank, peers), *self._directions(older, rank, peers)
+        cosine, peers_cosine = self._directions(newer[:, _COSINE], rank, peers)
+        past, past_peers = self._directions(older, rank, peers)
         healthy = older if len(peers) == 1 else np.concatenate([older, newer[:, _COSINE]])  # of two, either is struck
         noise = _cosine_noise(healthy, peers)
         counts: dict[str, Any] = {}
         for name, index in (("rows", _ROWS), ("label_tokens", _TOKENS), ("micro_batches", _MICRO)):
             counts[name], counts[f"peers_{name}"] = _count(newer[:, index], rank, peers)
         return Symptoms(
-            *(loss, norm, *cosines),
+            loss=loss,
+            norm=norm,
+            cosine=cosine,
+            peers_cosine=peers_cosine,
+            past_cosine=past,
+            past_peers_cosine=past_peers,
             **counts,
             inputs=_new(_ratio(newer[:, _INPUTS], rank, peers)[0], _ratio(before[:, _INPUTS], rank, peers)[0]),
             ranks=self._ranks,

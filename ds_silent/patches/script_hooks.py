@@ -48,11 +48,11 @@ class ScriptHooks:
         self._watched.append(watched)
 
     def follow(self) -> None:
-        """Look behind the hooks that were registered since, as a backward of a measured step begins."""
+        """Look behind the hooks that were registered since, as the first backward of a measured step begins."""
         if self._norms is None:
             self._norms = []
-        for watched in self._watched:
-            watched.follow()
+            for watched in self._watched:
+                watched.follow()
 
     def is_behind(self, index: int) -> bool:
         """Tell whether a hook is behind the observer's of the parameter that was registered as number ``index``."""
