@@ -27,6 +27,7 @@ from ds_silent.preflight.inventory import LoaderPass
 from ds_silent.rules.language_models import shifts_labels
 
 _FEW = 3  # batches of a pass, none of which is the smaller last one
+_ASKED = 16  # steps whose labels may tell whether rows are packed
 AHEAD, KEPT = 16, 64  # batches that a script fetches ahead at most; times the rows of a batch that it trains it for
 
 
@@ -43,6 +44,7 @@ class _Pass:
         self._since = self._given = 0  # rows since a batch was given
         self.kept = False  # the script goes over batches again that it keeps
         self.single = True  # each forward has one row, of batches of several
+        self.fewer = True  # each batch was forwarded once, in fewer rows, before the next was given
         self.more = self.short = False  # a forward has had more rows than a batch; all together have had fewer
 
     def forward(self, rows: int, fresh: bool) -> None:
@@ -59,6 +61,7 @@ class _Pass:
         whole = self.forwards == 1 < loader_pass.given == loader_pass.batches
         self.kept = self.kept or whole or self._since > KEPT * batch
         self.single = self.single and rows == 1 < batch and self.forwards <= loader_pass.given and not self.kept
+        self.fewer = self.fewer and fresh and rows < batch and self.forwards == loader_pass.given
         self.more = self.more or rows > batch
         missing = self.missing
         self.short = missing > 0 and (self.short or self.forwards < _FEW or missing >= 2 * batch)
@@ -109,6 +112,9 @@ class RowsOfData:
         self._packed = False
         self._before = self._told = 0  # rows: of passes before; told in steps before
         self._owed = 0  # rows of passes before that count as soon as it is sure that they were packed
+        self._forwards = self._labelled = 0  # at the last step's end; steps in a row whose loss had a label per row
+        self._asked = 0  # steps whose labels were asked for
+        self.by_labels: int | None = None  # rows of the newest step, where it is sure by its labels
 
     def forward(self, rows: int, fresh: bool, loader_pass: LoaderPass | None, deals: bool) -> None:
         """Take a training forward.
@@ -125,7 +131,8 @@ class RowsOfData:
             return
         if own is not None and own.loader_pass is not loader_pass:
             self._before += own.counted(self._packed)
-            self._owed += own.missing if own.single and not self._packed else 0
+            self._owed += own.missing if (own.single or own.fewer) and not self._packed else 0
+            self._forwards = 0
         if own is None or own.loader_pass is not loader_pass:
             own, fresh = _Pass(loader_pass, loader_pass.batch, own is not None and own.joins), True
         self._pass = own
@@ -136,11 +143,34 @@ class RowsOfData:
         self.known = self._packed or not doubtful
         self.unlike = self._packed or doubtful or own.unlike
 
-    def of_step(self, rows: int) -> int:
-        """Return the rows of the data in the step that ends; ``rows``: of its tensors, which count without a loader."""
+    @property
+    def may_be_packed(self) -> bool:
+        """Tell whether the labels of a step's loss would say whether its tensors held whole batches, in fewer rows.
+
+        Of the first steps: on an accelerator their number has to be waited for.
+        """
+        return self._pass is not None and self._pass.fewer and not self._packed and self._asked < _ASKED
+
+    def of_step(self, rows: int, labels: float = 0.0) -> int:
+        """Return the rows of the data in the step that ends.
+
+        Args:
+            rows: of its tensors, which count without a loader.
+            labels: of its loss, if :attr:`may_be_packed`. As many as rows were dealt, step after step: the tensors hold
+                them all, as the nodes of graphs or a list of images.
+        """
         if self._pass is None:
             self._before = self._told = 0
             return rows
+        dealt = (self._pass.forwards - self._forwards) * self._pass.batch
+        if self.may_be_packed and labels:
+            self._asked += 1
+            self._labelled = self._labelled + 1 if labels == dealt else 0
+            if self._labelled >= _FEW:
+                self._packed = self.unlike = self.known = True
+                self._before, self._owed, self.by_labels = self._before + self._owed, 0, dealt
+        self._forwards = self._pass.forwards
+        self.by_labels = None if self.by_labels is None else dealt
         now = self._before + self._pass.counted(self._packed)
         rows, self._told = now - self._told, now
         return rows
@@ -260,7 +290,9 @@ class Forwards:
     def rows_of_step(self) -> tuple[int, int]:
         """Count the rows of the step that ends: of the data, and of its forwards' tensors."""
         rows, self._taken, self._taken_behind = sum(self._taken), [], 0
-        return self.rows_of_data.of_step(rows), rows
+        labels = float(self._settings.objective.numbers().labels) if self.rows_of_data.may_be_packed else 0.0
+        found, by_labels = self.rows_of_data.of_step(rows, labels), self.rows_of_data.by_labels
+        return found, rows if by_labels is None else by_labels
 
     def end_step(self) -> None:
         """Forget the step that was taken; its rows are forgotten as they are counted."""

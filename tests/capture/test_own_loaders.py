@@ -148,12 +148,15 @@ def _rows_by(style: str, ahead: int, rows: int, passes: int = 2) -> tuple[int, b
                 "rows": [1] * own,
                 "two views": [own, own],
                 "half": [own // 2],
+                "graphs": [2],
+                "halves": [2, 2],
             }
             for shape in shapes.get(style, [own]):
                 watch.forward()
                 found.forward(shape, watch.forwards != before, watch.loader_pass, deals=True)
                 before = watch.forwards
-            counted += found.of_step(sum(shapes.get(style, [own])))
+            labels = {"graphs": own, "half": own // 2, "halves": own}.get(style, 0)
+            counted += found.of_step(sum(shapes.get(style, [own])), labels)
             # of batches that are forwarded more than once nobody knows how many were fetched ahead
             assert counted <= taken + (ahead * BATCH if style == "two views" else 0), "rows that were not trained"
     watch.remove()
@@ -182,6 +185,15 @@ def test_rows_of_the_data_are_counted_whatever_the_tensors_hold(
     counted, *told, taken = _rows_by(style, max(ahead, 2) if style == "joined" else ahead, rows)
     assert told == [known, unlike]
     assert counted == (taken // 2 if style == "half" else taken)
+
+
+@pytest.mark.parametrize("rows", [1000, 1002])
+def test_a_label_for_each_row_of_a_batch_tells_that_fewer_tensors_hold_them_all(rows: int) -> None:
+    """Edges of graphs, (2, E), and lists of images, (3, H, W), were counted as 2 and 3 rows."""
+    *told, taken = _rows_by("graphs", 0, rows)
+    assert told == [taken, True, True]
+    counted, *told, taken = _rows_by("halves", 0, rows)  # a script that cuts its batches
+    assert (counted, told) == (taken, [True, False])
 
 
 @pytest.mark.parametrize("names", [("causal_mask", "tokens"), ("classes", "images")])
