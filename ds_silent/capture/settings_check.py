@@ -34,7 +34,7 @@ from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Framework
 from ds_silent.preflight.comparison import TEXT_BYTES, PreflightOutcome, compare
 from ds_silent.preflight.items import ALL_HOOKS, HOOKS, SUBSET
-from ds_silent.preflight.messages import REMEDIES_OF, events_of
+from ds_silent.preflight.messages import NOBODY, REMEDIES_OF, events_of
 from ds_silent.preflight.settings import lacks_hook
 from ds_silent.records import Event, EventKind
 from ds_silent.text import Words, everybody
@@ -277,8 +277,10 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
             continue
         group = next((name for name, group in GROUPS.items() if where.startswith(group.items)), "optimizer")
         if event.kind != "objective-mismatch":
-            odd = event.ranks or (tuple(range(ranks)) if GROUPS[group].event == "outlier-rank" else ())
-            found.append(_one(group, odd, where, event.message, event.step))
+            odd, message = event.ranks, event.message
+            if not odd and GROUPS[group].event == "outlier-rank":  # one of them is
+                odd, message = tuple(range(ranks)), message.removesuffix(NOBODY)
+            found.append(_one(group, odd, where, message, event.step))
             continue
         message = event.message[:1].upper() + event.message[1:]
         labels = group == "labels"

@@ -23,6 +23,7 @@ from ds_silent.preflight.items import GROUPS, JOINT, MODULES_HOOKS, SUBSET
 from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import one_line
 
+NOBODY = " There is no majority, so no rank is named."
 MAX_ROWS = 32  # of a group in the table
 WHOLE_RANKS = 64  # up to which ``preflight.json`` lists all ranks of all groups
 _KINDS: Mapping[str, EventKind] = {
@@ -105,7 +106,7 @@ def _sentence(found: Sequence[ItemOutcome]) -> str:
     values = "; ".join(f"{_shown(first, i)} on {ranks_of(part)}" for i, part in enumerate(first.parts[:3]))
     if ranks > 3:
         values += f"; {ranks - 3} more value{'s' if ranks > 4 else ''}"
-    nobody = "" if first.odd else " There is no majority, so no rank is named."
+    nobody = "" if first.odd else NOBODY
     missed = ""
     shuffled = first.item.name in ("sampler's seed", "sampler's permutation")
     if shuffled and all(len(part) == 1 for part in first.parts):

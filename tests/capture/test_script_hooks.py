@@ -206,6 +206,7 @@ def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
     run_distributed(two, 2, (tmp_path,))
     [event] = [one for one in read_events(tmp_path / "events.jsonl") if one["severity"] != "info"]
     assert (event["kind"], event["step"], event["ranks"], event["where"]) == ("outlier-rank", 1, [0, 1], HOOKS)
+    assert event["message"].endswith("on rank 1.")
 
 
 def test_hooks_keep_their_order_and_are_as_before_when_the_observers_is_taken_off() -> None:
