@@ -30,6 +30,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 """Extra -> the packages of it that are imported."""
 
+FRAMEWORKS = ("torch", "deepspeed", "megatron", "ds_silent")
+"""Packages whose own hooks on parameters are no hooks of a script."""
 _NAMES = {"deepspeed": "DeepSpeed", "megatron.core": "megatron-core", "lightning": "Lightning"}
 
 

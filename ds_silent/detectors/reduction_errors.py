@@ -315,7 +315,7 @@ def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
         "unreduced": words.not_reduced,
         "unsynchronised": words.not_synchronised,
         "leftover": words.not_cleared,
-        "changed": "Look for code that changes gradients on some ranks only behind the reduction, as by clipping",
+        "changed": "Look first for code that changes gradients on some ranks only behind the reduction, as by clipping",
     }
     first = known.get(what) or "Look for a hook or other code of the script that changes gradients"
     back = "Do not trust the weights of this run since then; go back to the last checkpoint before it"

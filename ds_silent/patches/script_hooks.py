@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ds_silent.extras import FRAMEWORKS
 from ds_silent.patches import Patches, RegisteredHook
 
 
@@ -38,7 +39,7 @@ class ScriptHooks:
         """Register ``act`` as a hook of a parameter behind those that it has, and look behind each of these.
 
         Args:
-            stored: what holds the gradient, where that is another parameter (FSDP2's shard); its hooks run there.
+            stored: what holds the gradient, where that is another parameter, as of a shard; its hooks run there.
         """
         watched = _Watched(self, patches, name, parameter, parameter if stored is None else stored)
         watched.look_behind(parameter._backward_hooks or {}, parameter.register_hook)
@@ -151,16 +152,13 @@ class _Watched:
         held.update(filled)
 
 
-_FRAMEWORKS = ("torch", "deepspeed", "megatron", "ds_silent")
-
-
 def _is_scripts(hook: Any) -> bool:
     """Tell whether a hook is neither the observer's nor a framework's own."""
     if isinstance(hook, RegisteredHook):
         return False
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _FRAMEWORKS
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in FRAMEWORKS
 
 
 def _norm_of(gradient: Any) -> Any:

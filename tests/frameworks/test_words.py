@@ -32,7 +32,7 @@ from tests.support.made_records import make
 PACKAGE = Path(ds_silent.__file__).parent
 SHARED = (
     *("detectors", "measure", "respond", "preflight", "maths", "capture", "exchange", "replicas", "distributed"),
-    *("observing", "ordered", "kernels", "records.py", "patches.py"),
+    *("observing", "ordered", "kernels", "records.py", "patches"),
 )
 NAMES = re.compile(
     r"[Dd]eep[Ss]peed|ZeRO|zero_optimization|\bds_(id|shape|config)\b|\bengine\b|_batch_size_per_gpu|overlap_comm"
