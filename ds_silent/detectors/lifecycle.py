@@ -259,9 +259,11 @@ class Episodes:
 
     def _explanation(self, event: Event) -> Event:
         """Return a hook that changes gradients, as a note where its ranks are known to be unlike the others by now."""
+        if event.where != HOOKS or not event.ranks:
+            return event
         known = (one for _, one in self._open() if one.kind == "outlier-rank" and one.where != HOOKS)
         found = next((one for one in known if set(event.ranks) <= set(one.ranks)), None)
-        if event.where != HOOKS or not event.ranks or found is None:
+        if found is None:
             return event
         message = f"Explains the outlier-rank of step {found.since} ({found.where}): {event.message}"
         return replace(event, severity="info", message=message, follows=f"outlier-rank ({found.where})")

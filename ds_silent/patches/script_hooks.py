@@ -1,7 +1,7 @@
 """A script's own hooks on gradients: which of them change a gradient, and by how much.
 
 hooks.register(patches, "0.weight", parameter, act)     # ``act`` sees what the script's hooks have made of it
-hooks.follow()                                          # as a backward begins: hooks registered since are behind
+hooks.follow()                                          # as a step's first backward begins: those registered since
 hooks.changed, hooks.observed()                         # so far; of the step
 """
 
@@ -75,9 +75,8 @@ class ScriptHooks:
         """Forget what hooks have done in the step that was taken."""
         self.change, self._norms = 0, None
 
-    def look(self, name: str, hook: str, ahead: bool) -> None:
-        """Take in that a hook has changed a parameter's gradient."""
-        self.changed.setdefault(hook, name)
+    def take_change(self, ahead: bool) -> None:
+        """Take in that a hook has changed a gradient in this step, or may have."""
         self.change = max(self.change, 1 if ahead else 2)
 
     def add(self, before: Any, behind: Any) -> None:
@@ -114,8 +113,7 @@ class _Watched:
         """Look behind the hooks that are not known yet: torch calls them in the order in which ``held`` was filled."""
         new = [key for key in held if key not in self.known]
         self.known.update(new)
-        own = {key for key in new if not _is_scripts(held[key])}
-        others = {key: held[key] for key in new if key not in own}
+        others = {key: held[key] for key in new if _is_scripts(held[key])}
         if not others:
             return
         names = tuple(map(name_of_hook, others.values()))
@@ -129,9 +127,10 @@ class _Watched:
             before, came = came, _identity_of(gradient)
             if behind is not None and came != before:
                 self._changes = True
-                self._hooks.look(self._name, behind, ahead)
+                self._hooks.changed.setdefault(behind, self._name)
+                self._hooks.take_change(ahead)
             elif behind is not None and came is not None and not came[-1]:  # nobody can tell: the others do
-                self._hooks.change = max(self._hooks.change, 1 if ahead else 2)
+                self._hooks.take_change(ahead)
             if self._changes and behind is None:
                 norm = _norm_of(gradient)
             elif last:
@@ -154,11 +153,14 @@ class _Watched:
 
 def _is_scripts(hook: Any) -> bool:
     """Tell whether a hook is neither the observer's nor a framework's own."""
-    if isinstance(hook, RegisteredHook):
-        return False
+    room = str(getattr(_function_of(hook), "__module__", "")).partition(".")[0]
+    return not isinstance(hook, RegisteredHook) and room not in FRAMEWORKS
+
+
+def _function_of(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] not in FRAMEWORKS
+    return hook
 
 
 def _norm_of(gradient: Any) -> Any:
@@ -183,8 +185,7 @@ def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
 
 def name_of_hook(hook: Any) -> str:
     """Return a function's name, with its file and line."""
-    while isinstance(hook, partial):
-        hook = hook.func
+    hook = _function_of(hook)
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else name
