@@ -305,6 +305,7 @@ class Forwards:
         tokens, inputs = self._rows.sizes()
         losses = self._losses or self._shares or self._of_forwards
         shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
+        data, first_rows = self._loaders.whole_data
         return Loss(
             total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() * shares if losses else 0.0,
             count=float(len(losses)),
@@ -312,6 +313,8 @@ class Forwards:
             tokens=0.0 if tokens is None else tokens,
             inputs=0.0 if inputs is None else inputs,
             order=self._loaders.deal.word,
+            data=data,
+            first_rows=first_rows,
         )
 
 

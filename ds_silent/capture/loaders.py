@@ -6,11 +6,11 @@ shuffles them, how it deals them to the ranks. Nobody has to tell, and nothing h
     watch.facts, watch.deal              # DataFacts(rows=52002, shuffles=True), Deal("random", ...)
     data_facts(loader, ranks=4)          # of a loader that is at hand
 
-One method of a class of torch's is wrapped while anybody watches: ``_BaseDataLoaderIter.__next__``
-(``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and the frameworks' goes
-through. Of the iterator are read ``_num_yielded``, ``_index_sampler`` and ``_dataset``; where they are gone nothing is
-known, and nothing breaks. The newest iterator that was advanced is the one whose batch is trained on. Of samplers are
-read the names of torch's and of accelerate's shards.
+Two methods of a class of torch's are wrapped while anybody watches: ``_BaseDataLoaderIter.__next__`` and
+``_next_index`` (``torch/utils/data/dataloader.py``, 1.2 to 2.13), which every loader of torch's, accelerate's and the
+frameworks' goes through. Of the iterator are read ``_num_yielded``, ``_index_sampler``, ``_sampler_iter`` and
+``_dataset``; where they are gone nothing is known, and nothing breaks. The newest iterator that was advanced is the
+one whose batch is trained on. Of samplers are read the names of torch's and of accelerate's shards.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
+from ds_silent.capture.data_set import held_by
 from ds_silent.capture.deals import Deal, deal_of
+from ds_silent.maths.fingerprint import short_hash
+from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of, sampler_facts, samplers_in
 
 logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
-_originals: list[Callable[[Any], Any]] = []  # the one, while it is wrapped
+_FIRST = 8  # rows of a pass that tell its order
+_wrapped: list[Patches] = []  # one, while anybody watches
+_first_rows: weakref.WeakKeyDictionary[Any, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
+"""Of each iterator: what it draws from in its newest pass, and the first indices that it drew."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +70,37 @@ class _Watch:
     def _watch(self) -> None:
         _watches.add(self)
         iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
-        if _originals or iterator is None:
-            return
-        original = iterator.__next__
-        _originals.append(original)
-
-        def advance(self: Any) -> Any:
-            batch = original(self)
-            for watch in tuple(_watches):
-                try:
-                    watch.advanced(self)
-                except Exception as error:  # in the script's own loop: it must not end it
-                    _watches.discard(watch)
-                    logger.warning("ds_silent: the loader is not followed any more: %s", error)
-            return batch
-
-        setattr(iterator, "__next__", advance)  # noqa: B010 - a class of torch's
+        if not _wrapped and iterator is not None:
+            _wrapped.append(patches := Patches())
+            patches.wrap_method(iterator, "__next__", _advance)
+            patches.wrap_method(iterator, "_next_index", _draw)
 
     def remove(self) -> None:
         """End it; the last watch to go leaves torch's class as it was."""
         _watches.discard(self)
-        if not _watches and _originals:
-            setattr(dataloader._BaseDataLoaderIter, "__next__", _originals.pop())  # noqa: B010
+        if not _watches and _wrapped:
+            _wrapped.pop().undo()
+
+
+def _advance(original: Callable[[Any], Any], iterator: Any) -> Any:
+    batch = original(iterator)
+    for watch in tuple(_watches):
+        try:
+            watch.advanced(iterator)
+        except Exception as error:  # in the script's own loop: it must not end it
+            _watches.discard(watch)
+            logger.warning("ds_silent: the loader is not followed any more: %s", error)
+    return batch
+
+
+def _draw(original: Callable[[Any], Any], iterator: Any) -> Any:
+    indices, source = original(iterator), getattr(iterator, "_sampler_iter", None)
+    drawn_from, first = _first_rows.get(iterator, (None, []))
+    if drawn_from is not source:
+        _first_rows[iterator] = source, (first := [])
+    if len(first) < _FIRST:
+        first += indices if isinstance(indices, list) else [indices]
+    return indices
 
 
 class LoaderWatch(_Watch):
@@ -108,6 +123,7 @@ class LoaderWatch(_Watch):
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
         self._order, self._alike = 0.0, 0  # of the newest of them, and how many in a row had it
+        self._held: tuple[weakref.ref[Any], float] | None = None  # the newest data set, and its hash
 
     def connect(self) -> LoaderWatch:
         """Begin; ``remove()`` ends it. What a script fed its first batch with is remembered, where somebody does."""
@@ -127,9 +143,30 @@ class LoaderWatch(_Watch):
             self._newest_sampler, self._newest_skips = batches_of(iterator)
             for old in [*self._loader_passes][:-3]:
                 del self._loader_passes[old]
-            self._loader_passes[number] = loader_pass_of(iterator)
+            self._loader_passes[number] = own = loader_pass_of(iterator)
+            own.data, (_, own.first) = self._hash_of(iterator), _first_rows.get(iterator, (None, []))
         self._newest = number
         self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
+
+    def _hash_of(self, iterator: Any) -> float:
+        """Return :func:`held_by` of the iterator's data set, which is read once where it can be known again."""
+        data = getattr(iterator, "_dataset", None)
+        if (known := self._held) is None or known[0]() is not data:
+            try:
+                self._held = known = weakref.ref(data), held_by(iterator)
+            except TypeError:  # a list
+                return held_by(iterator)
+        return known[1]
+
+    @property
+    def whole_data(self) -> tuple[float, float]:
+        """Return the hash of the data set that each pass takes whole, and that of the order in the pass under way; 0.0
+        where it is not known."""
+        own = self.loader_pass
+        if own is None or not own.data:
+            return 0.0, 0.0
+        first = own.first[:_FIRST]
+        return own.data, short_hash(first) if len(first) >= min(_FIRST, own.rows or _FIRST) else 0.0
 
     @property
     def loader_pass(self) -> LoaderPass | None:

@@ -35,7 +35,7 @@ from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
-from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest
+from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest, WholeDataTest
 from ds_silent.detectors.script_hook_factors import ScriptHookFactors
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
@@ -80,7 +80,7 @@ class Judge:
         rate, steps = config.false_alarms_per_million_steps, log_steps(config, interval)
         half = steps + math.log(2.0)  # order and repeats share a quarter of the rate; so do whole gradients and layers
         seldom = steps + math.log(1000.0)  # for a thousandth of the rate it takes one or two steps, or rows, more
-        repeats = RepeatTest(half)
+        repeats, whole = RepeatTest(half), WholeDataTest()
         self._episodes = Episodes(rate)
         self._detectors: tuple[Detector, ...] = (  # in order of severity of what they are about
             BrokenNumbers(),
@@ -97,7 +97,8 @@ class Judge:
             SameRows(steps),
             SampledRowsTest(steps),
             FollowedRows(),
-            OverlapTest(),
+            whole,
+            OverlapTest(whole),
             SameGradients(alike),
             repeats,
             OrderTest(half, repeats),

@@ -146,6 +146,62 @@ class FollowedRows(Detector):
         return found
 
 
+class WholeDataTest(Detector):
+    """Tell of ranks that each take all rows of the same data set, as their loaders and data sets say: a fact.
+
+    In the same order they train on the same rows: an error, as long as they do. Each in an order of its own, an epoch
+    takes each row several times: a warning, once.
+    """
+
+    key = "whole_data"
+    stored = ("noted",)
+
+    def __init__(self) -> None:
+        self._noted = 0  # step of the warning
+
+    @property
+    def noted(self) -> bool:
+        """Tell whether the warning has been given."""
+        return self._noted > 0
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        self.notes, found = (), evidence.whole_data
+        if found is None or evidence.dealt != "unknown" or (found[:, 0] != 0).sum() != (found[:, 1] != 0).sum():
+            return []
+        if any(finding.kind == "duplicate-data" for finding in before):
+            return []
+        if pairs := _alike(found):
+            text = "each takes all rows of the same data set, in the same order and without a DistributedSampler"
+            return shared_findings(record, pairs, lambda _: (1.0, text))
+        ranks = tuple(sorted({rank for pair in _alike(found[:, :1]) for rank in pair}))
+        if ranks and not self._noted:
+            self._noted = record.step
+            whole = f"{named(ranks, record.world_size).capitalize()} take all rows of the same data set"
+            message = f"{whole}, in an order of their own: {_several_times(ranks)}"
+            note = Event(
+                record.step, "duplicate-data", "warning", ranks, "loader", None, None, message, _GIVE_A_SAMPLER
+            )
+            self.notes = (note,)
+        return []
+
+
+def _alike(rows: Array) -> list[Pair]:
+    """Return each rank whose row, (N, K) without zeros, equals that of an earlier one, behind the latest such."""
+    order = np.lexsort(rows.T)
+    same = (rows[order][1:] == rows[order][:-1]).all(1) & rows[order][1:].all(1)
+    return list(zip(order[:-1][same].tolist(), order[1:][same].tolist(), strict=True))
+
+
+def _several_times(ranks: Sequence[int]) -> str:
+    return f"there is no DistributedSampler, and an epoch takes each row {len(ranks)} times."
+
+
+_GIVE_A_SAMPLER = (
+    "Give the DataLoader a DistributedSampler, and call its set_epoch(epoch) before each epoch. Do nothing if each "
+    "rank is meant to read all data in an order of its own."
+)
+
+
 class OverlapTest(Detector):
     """Tell of ranks that read the same data, each in an order of its own, where nobody knows how long a pass is.
 
@@ -158,13 +214,16 @@ class OverlapTest(Detector):
     key = "overlap"
     stored = ("before", "own", "others", "over")
 
-    def __init__(self) -> None:
+    def __init__(self, whole: WholeDataTest) -> None:
+        """``whole`` knows more, where the data set can be read."""
+        self._whole = whole
         self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
         self._over = False
         self._shared: Array = np.zeros(1)  # (N,) rows of each rank that another one has taken, too
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, passes, share = (), evidence.passes, record.coverage.repeated
+        self._over |= self._whole.noted
         if self._over or passes is None or share is None or evidence.coverage is not None or evidence.dealt == "random":
             return []
         again, others = share * sum(passes.taken), len(passes.taken) - 1
@@ -195,14 +254,8 @@ class OverlapTest(Detector):
             severity: Severity = "info"
             if again > SAME_DATA * _repeats_of_all(evidence.pass_rows, passes.taken):
                 severity = "warning"
-                message += (
-                    " The loader shuffles all rows on each rank, without a DistributedSampler: an epoch takes each "
-                    f"row {len(ranks)} times."
-                )
-                remedy = (
-                    "Give the DataLoader a DistributedSampler, and call its set_epoch(epoch) before each epoch. Do "
-                    "nothing if each rank is meant to read all data in an order of its own."
-                )
+                message += f" Each rank's loader shuffles all rows: {_several_times(ranks)}"
+                remedy = _GIVE_A_SAMPLER
             note = Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy)
             self.notes = (note,)
         return []

@@ -162,7 +162,7 @@ class AutoAttach:
         return module, [optimizer for optimizer in alive if own & parameters_of_optimizer(optimizer)]
 
     def _begin(self, held: Any, optimizer: Any) -> None:
-        observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest)
+        observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest())
         taken = None
         if isinstance(held, list):
             from ds_silent.frameworks.megatron.megatron_framework import taken_by_script

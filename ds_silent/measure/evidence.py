@@ -242,6 +242,7 @@ class Evidence:
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
     pass_rows: int | None = None  # of the first rank's data set, of which each of its passes takes every row
+    whole_data: npt.NDArray[np.float64] | None = None  # (N, 2) hashes of it and of the pass's order; 0: not known
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step
     input_sizes: tuple[float, ...] | None = None  # root mean squares of inputs that are no ids; 0: not known
     coverage: Coverage | None = None

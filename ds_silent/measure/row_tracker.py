@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ds_silent.capture.loaders import Walk
@@ -300,7 +301,8 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
         once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), context.samples)
         of_rows = replace(of_rows, coverage=replace(epoch, once=once))
     alike = 1 if walk.told and gathered.ids.numel() else walk.deal.alike
-    of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=walk.deal.pass_rows, passes_alike=alike)
+    whole = torch.stack((gathered.loss.data, gathered.loss.first_rows), 1).numpy() if gathered.loss.data.any() else None
+    of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=walk.deal.pass_rows, passes_alike=alike, whole_data=whole)
     return coverage, evidence_of(gathered, of_rows, context)
 
 

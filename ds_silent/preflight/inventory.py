@@ -286,6 +286,8 @@ class LoaderPass:
     batches: int | None
     rows: int | None  # of the pass
     given: int = 0  # batches so far
+    data: float = 0.0  # hash of the data set, if the pass takes each of its rows once; 0: not known
+    first: Sequence[Any] = ()  # indices that were drawn
 
     def rows_in(self, batches: int) -> int:
         """Return the rows of so many batches; the last one may be smaller."""

@@ -208,6 +208,8 @@ def test_a_script_of_torch_is_observed_from_its_first_step(wrapper: str, tmp_pat
     assert "nothing was observed" not in wrong
     records = check(tmp_path / "run", ROWS)
     assert [record["epoch"] for record in records] == [8 / 24, 16 / 24, 1.0]  # of the loader, which nobody named
+    before = json.loads((tmp_path / "run" / "preflight.json").read_text())
+    assert before["data"] == {"dealt": "random", "by": "DistributedSampler, shuffled"}  # of its first batch's loader
 
 
 def test_blocks_under_fully_shard_are_of_one_training_and_its_micro_batches_of_one_step(tmp_path: Path) -> None:
