@@ -140,7 +140,7 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     if place == _AUTOCAST:
         return ("outlier-rank", "replica-drift", "aggregation-error")
     if place.startswith(_OF_FORWARDS):
-        return ("outlier-rank", "replica-drift")
+        return ("outlier-rank", "replica-drift", f"{KEY}mode")
     return ("replica-drift", "outlier-rank", APPLIED) if any(word in place for word in _OF_UPDATES) else ()
 
 

@@ -12,6 +12,7 @@ from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
+from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
 
@@ -19,7 +20,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [RateRule(framework), BatchContents(framework), GatheredWeights(framework)]
+    rules: list[Rule] = [RateRule(framework), BatchContents(framework), TrainingMode(framework)]
+    rules.append(GatheredWeights(framework))
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))
