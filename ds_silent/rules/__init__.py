@@ -13,7 +13,7 @@ from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.training_mode import TrainingMode
-from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
+from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
 
 
 def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
@@ -21,7 +21,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     if not (config.rules and config.detectors.enabled):
         return []
     rules: list[Rule] = [RateRule(framework), BatchContents(framework), TrainingMode(framework)]
-    rules.append(GatheredWeights(framework))
+    rules += GatheredWeights(framework), TiedWeights(framework)
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))

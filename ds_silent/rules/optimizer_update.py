@@ -37,6 +37,7 @@ from ds_silent.maths.optimizers import Elements, Numbers, Update, explanations, 
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.rules.known_optimizers import MOMENTS, KnownForm, known_form, late_count
+from ds_silent.rules.lost_updates import LostUpdates
 from ds_silent.rules.rule import Breach, Rule
 
 SAMPLES = 64  # of a tensor
@@ -95,6 +96,7 @@ class UpdateRule(Rule):
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
         self._begun: set[int] = set()  # ids of the optimizers that have been looked at
         self._late: dict[str, Breach] = {}  # by kind of the optimizer, whose count has begun too late
+        self._lost = LostUpdates()
         self._open: tuple[Any, bool, list[Part], ReadLater] | None = None  # between the two hooks of a step
         self._under_way: list[tuple[int, str, bool, list[Part], ReadLater, ReadLater]] = []
 
@@ -118,7 +120,7 @@ class UpdateRule(Rule):
         found: dict[tuple[int, str], list[Wrong]] = {}
         for one in self._wrong.values():
             found.setdefault((one.group, one.cause.partition(" is ")[0]), []).append(one)  # without a number
-        return (*(_breach(key, wrong) for key, wrong in sorted(found.items())), *self._late.values())
+        return (*(_breach(key, wrong) for key, wrong in sorted(found.items())), *self._late.values(), *self._lost.found)
 
     # -- the two hooks -----------------------------------------------------------------------------------------------
 
@@ -226,6 +228,9 @@ class UpdateRule(Rule):
                 corrected.append((part[0].update, before))
             if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
                 self._judge_each(at, kind, _single(part, before, seen))
+            elif part[0].parameter.dtype is torch.bfloat16:
+                meant = stepped(part[0].update, before, part[0].unit)[0].weight
+                self._lost.take(at, part[0].update.rate, before, meant, seen)
             self._whole = self._whole and part[0].update.rate == 0.0
         if first and (late := late_count(kind, corrected, at)) is not None:
             self._late[kind] = late

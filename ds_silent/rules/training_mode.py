@@ -61,8 +61,8 @@ class TrainingMode(Rule):
         if self._steps < _STEPS or not self._off:
             return ()
         message = (
-            f"The model is trained in evaluation mode since step {self._since}: {self._off}. It was trained in training "
-            "mode before, until it was evaluated."
+            f"The model is trained in evaluation mode since step {self._since}: {self._off}. It was trained in "
+            "training mode before, until it was evaluated."
         )
         remedy = (
             "Call model.train() behind each evaluation, before the next training forward. Go back to the checkpoint "
