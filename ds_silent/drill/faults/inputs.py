@@ -32,7 +32,7 @@ from ds_silent.drill.faults.injection import (
     noise_like,
     top_exponent_bit,
 )
-from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY
+from ds_silent.practice.model import IGNORED, LAST_LAYER, VOCABULARY, make_rows
 
 NewValue = Callable[[Any, float], Any]
 """A hyper-parameter from its value and the target's size."""
@@ -160,6 +160,19 @@ eval_mode = changing(before=lambda target, module, optimizer, step: module.eval(
 dropout_off = changing(before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)])
 dropout_probability = changing(model=lambda target, module: _set_dropout(module, target.size))
 dropout_probability_later = changing(before=lambda target, module, optimizer, step: _set_dropout(module, target.size))
+
+
+def kept_in_evaluation(target: Target, me: int) -> Injection:
+    """An evaluation behind the step before, and nobody calls ``train()``."""
+    rows = make_rows(2, seed=1)
+
+    def evaluate(module: Any, optimizer: Any, step: int) -> None:
+        if step == target.step - 1:
+            module.eval()
+            with torch.no_grad():
+                module(rows.tokens, rows.labels)
+
+    return Injection(afterwards=evaluate)
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
