@@ -3,33 +3,37 @@
     held_by(iterator)      # hash of the data set, where each pass of a torch loader takes every row of it; else 0
 
 Rows may come augmented, or packed into graphs, so that no two ranks ever see the same tensors. What the data set's
-attributes hold is the same all the same: numbers, strings, tensors and arrays, of which a few are read. Equal hashes
-stand for the same rows only where these tell rows apart. So a data set is unknown
+attributes hold is the same all the same: numbers, strings, tensors and arrays, of which a few are read, and what its
+methods and functions use: closures, defaults, globals. No code of the script's runs for it. Equal hashes say that two
+ranks hold the same rows as far as this tells: it is a reason to look, and no proof. A data set is unknown
 
-* where nothing in it that is as long as the data set has different contents: a file, a data base or an object of a
-  compiled library cannot be read, and indices, offsets or an empty buffer say nothing of the rows;
-* where what has different contents is longer, and something that cannot be read may choose among it;
+* where nothing in it that is as long as the data set has different contents: indices, offsets, an empty buffer;
+* where something in it cannot be read: a file, a data base, an object of a compiled library;
 * where its code may not go by the index alone: it draws numbers, or reads its rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import PurePath
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, ConcatDataset, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, SequentialSampler, Subset
 
 from ds_silent.maths.fingerprint import short_hash
 
-_ROWS, _FEW = 64, 8  # of a container that are read, evenly; of one inside another
+_ROWS, _FEW = 64, 8  # of a container that are read, all over it; of one inside another
 _DEEP, _MANY = 6, 1 << 14  # objects inside each other; values in all, above which nothing is known
 _DIFFERENT = 8  # contents among the rows that are read: fewer may be labels, or a buffer
-_PICKED = (list, tuple, range, np.ndarray)  # what a subset's indices can be read of
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range)
 _OTHERWISE = re.compile(r"rank|world|environ|randint|randrange|randperm|choice|shuffle|sample$")
 """In names that a data set's code uses: it may not go by the index alone."""
 
@@ -47,9 +51,10 @@ def held_by(iterator: Any) -> float:
             return 0.0
         reading = _Reading(_longest(data))
         reading.read(data)
+        reading.read(getattr(iterator, "_collate_fn", None))
     except Exception:  # somebody else's objects
         return 0.0
-    return short_hash(reading.values) if reading.tells else 0.0
+    return short_hash(reading.values) if reading.tells and not reading.unknown else 0.0
 
 
 def _longest(data: Any) -> int:
@@ -60,42 +65,42 @@ def _longest(data: Any) -> int:
 
 
 class _Reading:
-    """Read values that an object holds, of a data set of so many ``rows``."""
+    """Read values that an object holds, of a data set of so many ``rows``.
+
+    Attributes:
+        tells: a container of so many rows, or more, has different ones.
+        unknown: something cannot be read, or there is too much.
+    """
 
     def __init__(self, rows: int):
         self.values: list[Any] = []
+        self.tells = self.unknown = False
         self._rows = rows
-        self._one_each = self._several_each = False  # a container has different values, as many as rows or more
-        self._hidden = self._unknown = False  # something cannot be read; nothing is known
-
-    @property
-    def tells(self) -> bool:
-        """Tell whether the values stand for the rows."""
-        return not self._unknown and (self._one_each or (self._several_each and not self._hidden))
 
     def read(self, value: Any, depth: int = 0, most: int = _ROWS) -> list[Any]:
         """Add what ``value`` holds, and return it; ``most``: rows of a container."""
-        begin = len(self.values)
-        self._unknown |= begin > _MANY
-        if depth > _DEEP or self._unknown:
+        begin, kind = len(self.values), type(value)
+        self.unknown |= begin > _MANY
+        if depth > _DEEP or self.unknown:
             return []
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, PurePath, np.generic)):
-            self.values.append(str(value) if isinstance(value, (PurePath, np.generic)) else value)
-        elif isinstance(value, (Tensor, np.ndarray)):
+        if kind in _PLAIN or isinstance(value, (PurePath, np.generic)):
+            self.values.append(value if kind in _PLAIN else str(value))
+        elif isinstance(value, Tensor) or kind in (np.ndarray, np.memmap):
+            self.unknown |= kind is np.ndarray and value.dtype == object
             self.values += (str(value.dtype), tuple(value.shape))
             if value.ndim and len(value):
-                rows = [_some_of(value[row].reshape(-1), most) for row in _evenly(len(value), most)]
+                rows = [_some_of(value[row].reshape(-1), most) for row in _some(len(value), most)]
                 self.values += rows
                 self._look(rows, len(value))
-        elif isinstance(value, (list, tuple)):
+        elif kind in (list, tuple):  # a subclass may make its rows as it is asked for them
             self.values.append(len(value))
-            self._look([self.read(value[row], depth + 1, _FEW) for row in _evenly(len(value), most)], len(value))
-        elif isinstance(value, Mapping):
+            self._look([self.read(value[row], depth + 1, _FEW) for row in _some(len(value), most)], len(value))
+        elif kind is dict:
             for key in [*value][:most]:
-                self.values.append(str(key))
+                self.values.append(str(key) if type(key) in _PLAIN else type(key).__name__)
                 self.read(value[key], depth + 1, most)
         else:
-            self._object(value, depth, most)
+            self._object(value, depth + 1, most)
         return self.values[begin:]
 
     def _look(self, found: Sequence[list[Any]], rows: int) -> None:
@@ -103,45 +108,69 @@ class _Reading:
         different = len({repr(one) for one in found})
         numbers = [one[0] for one in found if len(one) == 1 and isinstance(one[0], int)]
         places = len(numbers) == len(found) and (different == len(found) or numbers == sorted(numbers))
-        if different >= min(_DIFFERENT, len(found)) > 1 and not places:
-            self._one_each |= rows == self._rows
-            self._several_each |= rows > self._rows
+        self.tells |= rows >= self._rows and different >= min(_DIFFERENT, len(found)) > 1 and not places
 
     def _object(self, value: Any, depth: int, most: int) -> None:
         kind = type(value)
-        named = value if isinstance(value, (type, FunctionType)) else kind
-        self.values.append(f"{named.__module__}.{named.__qualname__}")
-        if kind.__module__.startswith("datasets.") and isinstance(known := getattr(value, "_fingerprint", None), str):
+        self.values.append(f"{kind.__module__}.{kind.__qualname__}")
+        if kind.__module__.startswith("datasets.") and type(known := getattr(value, "_fingerprint", None)) is str:
             self.values.append(known)  # Hugging Face's: it follows from the rows
-            self._one_each = True
-        elif isinstance(value, FunctionType):
-            self.read([cell.cell_contents for cell in value.__closure__ or ()], depth + 1, most)
-        elif not isinstance(value, type):
-            self._unknown |= (depth == 0 or isinstance(value, Dataset)) and _goes_by_more(kind)
-            self._unknown |= isinstance(value, Subset) and not isinstance(value.indices, _PICKED)
-            self._hidden |= not hasattr(value, "__dict__")
-            for name, held in sorted(getattr(value, "__dict__", {}).items()):
+            self.tells = True
+        elif isinstance(value, (ModuleType, type)):
+            self.values.append(value.__name__)
+        elif kind is FunctionType:
+            self._function(value, depth, most)
+        elif kind is MethodType:
+            self.read([value.__self__, value.__func__], depth, most)
+        elif kind is partial:
+            self.read([value.func, value.args, value.keywords], depth, most)
+        elif not hasattr(value, "__dict__"):
+            self.unknown = True
+        else:
+            for base in filter(_is_of_script, kind.__mro__):
+                for name, made in vars(base).items():
+                    if type(made) in (*_PLAIN, FunctionType, list, tuple, dict) and name != "__firstlineno__":
+                        self.read(made, depth, most)
+            for name, held in sorted(vars(value).items()):
                 self.values.append(name)
-                self.read(held, depth + 1, most)
+                self.read(held, depth, most)
+
+    def _function(self, function: FunctionType, depth: int, most: int) -> None:
+        """Read what a function uses beside its arguments; nothing is known where it may not go by them alone."""
+        self.values.append(function.__qualname__)
+        if not _is_of_script(function):
+            return
+        names = set(_names_in(function.__code__))
+        self.unknown |= any(_OTHERWISE.search(name.lower()) for name in names)
+        used = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        for one in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *used):
+            if one is not function:
+                self.read(one, depth, most)
 
 
-def _goes_by_more(kind: type) -> bool:
-    """Tell whether a data set's code may give other rows than those of its index."""
-    return any(_OTHERWISE.search(name.lower()) for name in _names_in(kind))
+def _is_of_script(made: Any) -> bool:
+    """Tell whether a class or function is the script's, and of no library: those go by their arguments."""
+    file = getattr(sys.modules.get(made.__module__), "__file__", None) or ""
+    return made.__module__ != "builtins" and not file.startswith(_LIBRARY) and "-packages" not in file
 
 
-def _names_in(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        for name, made in vars(base).items():
-            code = getattr(made, "__code__", None)
-            if code is not None and name != "__init__" and not base.__module__.startswith("torch.utils.data"):
-                yield from code.co_names
-                yield from (one for one in code.co_consts[1:] if isinstance(one, str))
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names and strings in a function's code, and in that of functions inside it."""
+    yield from code.co_names
+    for one in code.co_consts[1:]:  # the first may be its docstring
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, CodeType):
+            yield from _names_in(one)
 
 
-def _evenly(rows: int, most: int) -> list[int]:
-    return [place * rows // min(rows, most) for place in range(min(rows, most))]
+def _some(rows: int, most: int) -> list[int]:
+    """Choose one of each of ``most`` equal parts, not always at the same place of it: what alternates is seen."""
+    if rows <= most:
+        return list(range(rows))
+    return [(place * rows + int(place * 0.618034 % 1.0 * rows)) // most for place in range(most)]
 
 
 def _some_of(row: Any, most: int) -> list[Any]:
-    return row[_evenly(len(row), min(most, 2 * _FEW))].tolist() if len(row) else []
+    return row[_some(len(row), min(most, 2 * _FEW))].tolist() if len(row) else []

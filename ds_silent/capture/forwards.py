@@ -34,8 +34,9 @@ AHEAD, KEPT = 16, 64  # batches that a script fetches ahead at most; times the r
 class _Pass:
     """Count the forwards on one pass of a loader, by their tensors' rows and by what the loader has dealt."""
 
-    def __init__(self, loader_pass: LoaderPass, batch: int, joins: bool):
+    def __init__(self, loader_pass: LoaderPass, batch: int, joins: bool, ranks: int):
         """``joins``: the passes before took several batches in a forward."""
+        self._part = batch / ranks  # that a rank takes where all have drawn the same batch
         self.loader_pass, self.batch = loader_pass, batch
         self.rows = self.fresh = 0  # of the tensors; of new batches
         self.forwards = 0
@@ -61,7 +62,7 @@ class _Pass:
         whole = self.forwards == 1 < loader_pass.given == loader_pass.batches
         self.kept = self.kept or whole or self._since > KEPT * batch
         self.single = self.single and rows == 1 < batch and self.forwards <= loader_pass.given and not self.kept
-        self.fewer = self.fewer and fresh and rows < batch and self.forwards == loader_pass.given
+        self.fewer = self.fewer and fresh and self._part != rows < batch and self.forwards == loader_pass.given
         self.more = self.more or rows > batch
         missing = self.missing
         self.short = missing > 0 and (self.short or self.forwards < _FEW or missing >= 2 * batch)
@@ -105,7 +106,8 @@ class RowsOfData:
     script that keeps its batches and goes over them again is not followed: there the tensors' rows count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.unlike = False  # the tensors' rows are none of the data
         self.known = True  # each row counts that was trained
         self._pass: _Pass | None = None  # None: nobody says what is dealt
@@ -134,7 +136,7 @@ class RowsOfData:
             self._owed += own.missing if (own.single or own.fewer) and not self._packed else 0
             self._forwards = 0
         if own is None or own.loader_pass is not loader_pass:
-            own, fresh = _Pass(loader_pass, loader_pass.batch, own is not None and own.joins), True
+            own, fresh = _Pass(loader_pass, loader_pass.batch, own is not None and own.joins, self._ranks), True
         self._pass = own
         own.forward(rows, fresh)
         if own.single and deals and self._owed + own.missing > AHEAD * own.batch:
@@ -142,6 +144,12 @@ class RowsOfData:
         doubtful = own.short or (own.single and self._owed > 0) or (own.pairs_or_joined and not self._before)
         self.known = self._packed or not doubtful
         self.unlike = self._packed or doubtful or own.unlike
+
+    @property
+    def are_dealt(self) -> bool:
+        """Tell whether forwards have taken what the loader has dealt, and no part of it."""
+        own = self._pass
+        return own is not None and (self._packed or own.rows == own.loader_pass.rows_in(own.forwards))
 
     @property
     def may_be_packed(self) -> bool:
@@ -190,7 +198,7 @@ class Forwards:
     ):
         """``local``: calls what must not reach the training when it breaks."""
         self._module, self._rows, self._loaders, self._settings = framework.module, rows, loaders, settings
-        self.rows_of_data, self._batches = RowsOfData(), 0
+        self.rows_of_data, self._batches = RowsOfData(loaders.ranks), 0
         framework.counts.rows_of_step = lambda: local(self.rows_of_step) or (0, 0)
         settings.deal = lambda: loaders.deal
         rows.batch_of = lambda: None if loaders.loader_pass is None else loaders.loader_pass.batch
@@ -305,7 +313,7 @@ class Forwards:
         tokens, inputs = self._rows.sizes()
         losses = self._losses or self._shares or self._of_forwards
         shares = len(losses) if losses is self._shares else 1  # they add up to the mean of the micro-batches'
-        data, first_rows = self._loaders.whole_data
+        data, first_rows = self._loaders.whole_data if self.rows_of_data.are_dealt else (0.0, 0.0)
         return Loss(
             total=torch.stack([loss.float().reshape(()) for loss in losses]).sum() * shares if losses else 0.0,
             count=float(len(losses)),

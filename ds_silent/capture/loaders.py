@@ -109,7 +109,7 @@ class LoaderWatch(_Watch):
     def __init__(self, ranks: int):
         self.facts, self.seen = DataFacts(), False  # of its data; whether there is one: not where several take turns
         self.given: Any = None  # a loader or sampler that the script has named, which is asked where none is seen
-        self._ranks = ranks
+        self.ranks = ranks
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
         self._begun = 0  # passes so far, evaluation's too
         self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
@@ -138,15 +138,16 @@ class LoaderWatch(_Watch):
         if not number or getattr(iterator, "_num_yielded", 0) == 1:
             self._begun += 1
             self._passes[iterator] = number = self._begun
-            self._newest_facts = data_facts(iterator, self._ranks)
-            self._newest_deal = deal_of(iterator, self._ranks)
+            self._newest_facts = data_facts(iterator, self.ranks)
+            self._newest_deal = deal_of(iterator, self.ranks)
             self._newest_sampler, self._newest_skips = batches_of(iterator)
-            for old in [*self._loader_passes][:-3]:
-                del self._loader_passes[old]
+            for old in [one for one in self._loader_passes if one != self._training][:-3]:
+                del self._loader_passes[old]  # of evaluations; the training's may be under way
             self._loader_passes[number] = own = loader_pass_of(iterator)
             own.data, (_, own.first) = self._hash_of(iterator), _first_rows.get(iterator, (None, []))
         self._newest = number
-        self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
+        if number in self._loader_passes:
+            self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
 
     def _hash_of(self, iterator: Any) -> float:
         """Return :func:`held_by` of the iterator's data set, which is read once where it can be known again."""
@@ -209,7 +210,7 @@ class LoaderWatch(_Watch):
         """Tell how the rows that are trained on now are dealt, as far as this rank's sampler says."""
         if self._mixed:
             return Deal(by="loaders that take turns")
-        return self._deal if self.seen else deal_of(self.given, self._ranks)
+        return self._deal if self.seen else deal_of(self.given, self.ranks)
 
     def _known_before(self, deal: Deal, same: bool) -> Deal:
         """Compare with earlier passes as one begins: an epoch that does not advance deals each rank the rows it had.

@@ -39,7 +39,11 @@ from ds_silent.text import named
 
 FEW, SEVERAL = 4, 4  # batches, and rows, see SameRows
 RECURRING = 0.25  # share of a rank's rows that it has had before, from which rows are a few contents that recur
-OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
+OVERLAP, CONFIRMED, SELDOM = (
+    32,
+    8,
+    4.0,
+)  # rows that each other rank had taken; of one data set; times as rare on the own
 SAME_DATA = 0.7  # of the repeats that ranks with the same data have; the rows seen first are some 64
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 
@@ -147,49 +151,44 @@ class FollowedRows(Detector):
 
 
 class WholeDataTest(Detector):
-    """Tell of ranks that each take all rows of the same data set, as their loaders and data sets say: a fact.
+    """Note ranks that each take all rows of the same data set, as far as their loaders and data sets tell.
 
-    In the same order they train on the same rows: an error, as long as they do. Each in an order of its own, an epoch
-    takes each row several times: a warning, once.
+    Code that nobody reads may give each rank other rows of it, so that this is no alarm by itself: see
+    :class:`OverlapTest`, to which it is a reason to believe fewer rows, and :class:`SameRows`.
     """
 
     key = "whole_data"
     stored = ("noted",)
 
     def __init__(self) -> None:
-        self._noted = 0  # step of the warning
-
-    @property
-    def noted(self) -> bool:
-        """Tell whether the warning has been given."""
-        return self._noted > 0
+        self.ranks: tuple[int, ...] = ()  # those that do so, at the newest step
+        self._noted = 0  # at this step
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        self.notes, found = (), evidence.whole_data
-        if found is None or evidence.dealt != "unknown" or (found[:, 0] != 0).sum() != (found[:, 1] != 0).sum():
+        self.notes, self.ranks, found = (), (), evidence.whole_data
+        if found is None or evidence.dealt != "unknown":
             return []
-        if any(finding.kind == "duplicate-data" for finding in before):
-            return []
-        if pairs := _alike(found):
-            text = "each takes all rows of the same data set, in the same order and without a DistributedSampler"
-            return shared_findings(record, pairs, lambda _: (1.0, text))
-        ranks = tuple(sorted({rank for pair in _alike(found[:, :1]) for rank in pair}))
-        if ranks and not self._noted:
+        self.ranks = ranks = _alike(found[:, :1])
+        ordered = bool(found[found[:, 0] != 0, 1].all())  # it is known in which order each rank takes them
+        if ranks and ordered and not self._noted and not any(one.kind == "duplicate-data" for one in before):
             self._noted = record.step
-            whole = f"{named(ranks, record.world_size).capitalize()} take all rows of the same data set"
-            message = f"{whole}, in an order of their own: {_several_times(ranks)}"
-            note = Event(
-                record.step, "duplicate-data", "warning", ranks, "loader", None, None, message, _GIVE_A_SAMPLER
+            same = _alike(found)
+            order = f" {named(same, record.world_size).capitalize()} take them in the same order." if same else ""
+            message = (
+                f"{named(ranks, record.world_size).capitalize()} take all rows of the same data set, as far as loaders "
+                f"and attributes of the data sets tell: {_several_times(ranks)}{order} The rows themselves were not "
+                "seen to be the same, as where they are augmented at random."
             )
-            self.notes = (note,)
+            remedy = f"{_GIVE_A_SAMPLER}, or if your code gives each rank other rows of it."
+            self.notes = (Event(record.step, "duplicate-data", "info", ranks, "loader", None, None, message, remedy),)
         return []
 
 
-def _alike(rows: Array) -> list[Pair]:
-    """Return each rank whose row, (N, K) without zeros, equals that of an earlier one, behind the latest such."""
+def _alike(rows: Array) -> tuple[int, ...]:
+    """Return the ranks whose row, of (N, K) without zeros, is another rank's, too."""
     order = np.lexsort(rows.T)
     same = (rows[order][1:] == rows[order][:-1]).all(1) & rows[order][1:].all(1)
-    return list(zip(order[:-1][same].tolist(), order[1:][same].tolist(), strict=True))
+    return tuple(sorted({*order[:-1][same].tolist(), *order[1:][same].tolist()}))
 
 
 def _several_times(ranks: Sequence[int]) -> str:
@@ -198,7 +197,7 @@ def _several_times(ranks: Sequence[int]) -> str:
 
 _GIVE_A_SAMPLER = (
     "Give the DataLoader a DistributedSampler, and call its set_epoch(epoch) before each epoch. Do nothing if each "
-    "rank is meant to read all data in an order of its own."
+    "rank is meant to read all data in an order of its own"
 )
 
 
@@ -215,7 +214,7 @@ class OverlapTest(Detector):
     stored = ("before", "own", "others", "over")
 
     def __init__(self, whole: WholeDataTest) -> None:
-        """``whole`` knows more, where the data set can be read."""
+        """``whole`` knows whether ranks hold the same data set, where that can be read: then fewer rows are enough."""
         self._whole = whole
         self._before = self._own = self._others = 0.0  # rows that had come before: up to the last step, and by whom
         self._over = False
@@ -223,7 +222,6 @@ class OverlapTest(Detector):
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, passes, share = (), evidence.passes, record.coverage.repeated
-        self._over |= self._whole.noted
         if self._over or passes is None or share is None or evidence.coverage is not None or evidence.dealt == "random":
             return []
         again, others = share * sum(passes.taken), len(passes.taken) - 1
@@ -234,11 +232,7 @@ class OverlapTest(Detector):
         self._own, self._others = self._own + own, self._others + new - own
         if new < -0.5 or not others or any(finding.kind == "duplicate-data" for finding in before):
             self._over = True  # a pass has ended, or more is known
-        elif (
-            self._others >= OVERLAP * others
-            and share >= TOLERATED_BY_CONTENT
-            and self._own <= self._others / others / SELDOM
-        ):
+        elif self._is_sure(share, others):
             self._over, ranks = True, self._sharing(record.world_size)
             some = len(ranks) < record.world_size
             alone = f", {named(ranks)} alone" if some else ""
@@ -252,13 +246,19 @@ class OverlapTest(Detector):
                 "or rows of its own (files[rank::world_size], split_dataset_by_node)."
             )
             severity: Severity = "info"
-            if again > SAME_DATA * _repeats_of_all(evidence.pass_rows, passes.taken):
+            if self._whole.ranks or again > SAME_DATA * _repeats_of_all(evidence.pass_rows, passes.taken):
                 severity = "warning"
                 message += f" Each rank's loader shuffles all rows: {_several_times(ranks)}"
-                remedy = _GIVE_A_SAMPLER
+                remedy = f"{_GIVE_A_SAMPLER}."
             note = Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy)
             self.notes = (note,)
         return []
+
+    def _is_sure(self, share: float, others: int) -> bool:
+        """Tell whether rows come again from other ranks alone; ``share``: of all rows, those that have come again."""
+        enough = self._others >= (CONFIRMED if self._whole.ranks else OVERLAP) * others
+        enough &= share >= TOLERATED_BY_CONTENT or bool(self._whole.ranks)
+        return enough and self._own <= self._others / others / SELDOM
 
     def _sharing(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks that share rows with another one; all where nobody knows."""

@@ -123,6 +123,7 @@ class AutoAttach:
             return original(module, *args, **kwargs)
         self._uncalled.discard(module)
         if module not in self._seen:
+            _broadcast_buffers(module)
             self._look_at(module)
         self._forward_runs = True
         try:
@@ -178,6 +179,17 @@ class AutoAttach:
         if group is None or group is dist.group.WORLD:
             for observer in reversed(self._observers):  # as patches are taken off
                 observer.close()
+
+
+def _broadcast_buffers(ddp: nn.Module) -> None:
+    """Do what the forward under way would begin with, before anybody waits for the other ranks.
+
+    One of them may evaluate alone, through its ``DistributedDataParallel``: it waits for this broadcast there, and its
+    next forward has none (torch 2.4 to 2.13).
+    """
+    if isinstance(ddp, DistributedDataParallel) and ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
+        ddp.require_forward_param_sync = False
 
 
 def _trainable(module: nn.Module) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,85 @@ class Hidden(Dataset[Any]):
         return index
 
 
+class Rows(list[Any]):
+    """Rows that are made as they are asked for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a data set is asked for no row")
+
+
+class Made(Texts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Rows(range(100))
+
+
+class Numbered(Dataset[Any]):
+    """Names that are equal on all ranks, and what reads them."""
+
+    def __init__(self, read: Any):
+        self.names, self.read = [f"row {row}" for row in range(100)], read
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self.names[index])
+
+
+class Reader:
+    def __init__(self, root: int):
+        self.root = root
+
+    def read(self, name: str) -> int:
+        return self.root
+
+
+def read_at(root: int, name: str) -> int:
+    return root
+
+
+def in_a_closure(rank: int) -> Any:
+    class Part(Texts):
+        def __getitem__(self, index: int) -> Any:
+            return self.rows[2 * index + rank]
+
+    return Part()
+
+
+def by_default(rank: int) -> Any:
+    def read(name: str, root: int = rank) -> int:
+        return root
+
+    return Numbered(read)
+
+
+START = 0
+
+
+class Offset(Texts):
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[START + index]
+
+
+def from_a_global(rank: int) -> Any:
+    global START
+    START = rank
+    return Offset()
+
+
+def of_a_class(rank: int) -> Any:
+    return type("Part", (Texts,), {"first": rank})()
+
+
+def half(seed: int, columns: bool) -> TensorDataset:
+    """Rows of which every second, or every fourth number of each, is a rank's own."""
+    rows = torch.randn(500, 64, generator=torch.Generator().manual_seed(9))
+    part = rows[:, 1::4] if columns else rows[1::2]
+    part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)))
+    return TensorDataset(rows)
+
+
 def parts(seed: int, one: int) -> Any:
     return random_split(tensors(), [50, 50], torch.Generator().manual_seed(seed))[one]
 
@@ -113,8 +193,17 @@ def parts(seed: int, one: int) -> Any:
         (lambda: Stream(0), lambda: Stream(1)),
         (lambda: Subset(tensors(), range(0, 100, 2)), lambda: Subset(tensors(), range(1, 100, 2))),
         (lambda: parts(3, 0), lambda: parts(3, 1)),
+        *[(partial(half, 1, columns), partial(half, 2, columns)) for columns in (False, True)],
         (lambda: ConcatDataset([tensors(), Texts()]), lambda: ConcatDataset([tensors(), Texts(seed=1)])),
         (lambda: [(float(row), row % 3) for row in range(64)], lambda: [(row + 0.5, row % 3) for row in range(64)]),
+        *[
+            (partial(make, 0), partial(make, 1))
+            for make in (
+                lambda rank: Numbered(Reader(rank).read),
+                lambda rank: Numbered(partial(read_at, rank)),
+                *(in_a_closure, by_default, from_a_global, of_a_class),
+            )
+        ],
     ],
 )
 def test_data_sets_made_twice_are_the_same_and_others_are_not(make: Any, other: Any) -> None:
@@ -135,6 +224,7 @@ def test_hugging_faces_data_sets_are_known() -> None:
         Hidden,
         lambda: Subset(Hidden(), torch.randperm(50).tolist()),  # type: ignore[arg-type]
         lambda: Chosen(0),
+        Made,
         Drawn,
         ByRank,
         lambda: Subset(ByRank(), range(50)),
@@ -158,61 +248,90 @@ def test_a_pass_that_does_not_take_each_row_once_is_none_of_the_whole_data() -> 
 # -- in trainings -----------------------------------------------------------------------------------------------------
 
 
-class Augmented(Dataset[Any]):
-    """Rows that never come again bit for bit."""
+class Images(Dataset[Any]):
+    """Rows that never come again bit for bit, if ``noise`` is not 0."""
 
-    def __init__(self, rows: int, seed: int):
+    def __init__(self, rows: int, seed: int, noise: float):
         self.images = torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.images[index] + 0.01 * torch.randn(6)
+        return self.images[index] + self.noise * torch.randn(6)
 
 
-def trained(directory: str, style: str, batch: int, workers: int) -> None:
+def own_rows(rows: list[Tensor]) -> Tensor:
+    """Every rank has drawn the same batch, and takes a part of it."""
+    return torch.stack(rows)[dist.get_rank() :: dist.get_world_size()]
+
+
+def seeded(rank: int, worker: int) -> None:
+    torch.manual_seed(10 * rank + worker)  # the loader's own seed is alike where its order is
+
+
+def trained(directory: str, style: str, noise: float, batch: int, workers: int, steps: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data: Any = Augmented(2000, seed=rank if style == "own" else 0)
-    order = None if style == "in order" else torch.Generator().manual_seed(rank if style == "each" else 3)
+    data: Any = Images(2000, rank if style == "own" else 0, noise)
+    seeds = {"each": rank, "two": min(rank, ranks - 2)}  # the last two alike
+    order = None if style == "in order" else torch.Generator().manual_seed(seeds.get(style, 3))
     sampler: Any = DistributedSampler(data) if style == "dealt" else None
-    if style == "one pair":
-        order = torch.Generator().manual_seed(min(rank, ranks - 2))  # the last two alike
+    collate = own_rows if style == "collated" else None
     shuffle = style not in ("in order", "dealt")
-    loader = DataLoader(data, batch, shuffle, sampler, generator=order, num_workers=workers)
+    more: Any = {"num_workers": workers, "worker_init_fn": partial(seeded, rank)} if workers else {}
+    loader = DataLoader(data, batch, shuffle, sampler, generator=order, collate_fn=collate, **more)
     torch.manual_seed(rank)
-    config = {"output_dir": directory, "tensorboard": False}
-    with ds_silent.observe(model, optimizer, config=config):
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
         for step, rows in enumerate(loader):
-            if step == 6:
+            if step == steps:
                 break
             optimizer.zero_grad()
-            model(rows).square().mean().backward()
+            model(rows[rank::ranks] if style == "cut" else rows).square().mean().backward()
             optimizer.step()
 
 
-def events(directory: Path, kind: str = "duplicate-data") -> list[tuple[int, str, list[int]]]:
-    found = [event for event in read_events(directory / "events.jsonl") if event["kind"] == kind]
-    return [(event["step"], event["severity"], event["ranks"]) for event in found]
+def told(directory: Path) -> list[tuple[int, str, list[int], bool]]:
+    """Step, severity, ranks, and whether the order is said to be the same."""
+    found = [event for event in read_events(directory / "events.jsonl") if event["kind"] == "duplicate-data"]
+    return [(e["step"], e["severity"], e["ranks"], "in the same order" in e["message"]) for e in found]
 
 
 @pytest.mark.parametrize(
     ("style", "ranks", "batch", "workers", "expected"),
     [
-        ("each", 2, 8, 0, [(1, "warning", [0, 1])]),
-        ("alike", 3, 8, 0, [(1, "error", [0, 1, 2])]),
-        ("in order", 2, 4, 0, [(2, "error", [0, 1])]),  # eight rows tell the order
-        ("alike", 2, 4, 2, [(1, "error", [0, 1])]),  # the workers have drawn ahead
-        ("one pair", 3, 8, 0, [(1, "error", [1, 2])]),
-        ("own", 2, 8, 0, []),  # all drawn with one seed, as a script does that gives each rank a part
-        ("dealt", 2, 8, 0, []),
+        ("each", 2, 8, 0, (1, [0, 1], False)),
+        ("alike", 3, 8, 0, (1, [0, 1, 2], True)),
+        ("in order", 2, 4, 0, (2, [0, 1], True)),  # eight rows tell the order
+        ("alike", 2, 4, 2, (1, [0, 1], True)),  # the workers have drawn ahead
+        ("two", 3, 8, 0, (1, [0, 1, 2], True)),
+        ("own", 2, 8, 0, None),  # all drawn with one seed, as a script does that gives each rank a part
+        ("dealt", 2, 8, 0, None),
+        ("collated", 2, 16, 0, None),  # each rank takes its part of a batch that all have drawn
+        ("cut", 2, 16, 0, None),
     ],
 )
-def test_ranks_that_each_take_all_rows_are_told_at_once_though_no_row_is_seen_twice(
+def test_augmented_rows_of_one_data_set_are_noted_though_none_is_seen_twice(
     style: str, ranks: int, batch: int, workers: int, expected: Any, tmp_path: Path
 ) -> None:
-    run_distributed(trained, ranks, (str(tmp_path), style, batch, workers))
-    assert events(tmp_path) == expected
+    run_distributed(trained, ranks, (str(tmp_path), style, 0.01, batch, workers, 6))
+    found = [(step, at, same) for step, severity, at, same in told(tmp_path) if severity == "info"]
+    assert found == ([] if expected is None else [expected])
+    assert len(told(tmp_path)) == len(found)
+
+
+def test_a_few_rows_that_come_again_elsewhere_make_a_warning_of_it(tmp_path: Path) -> None:
+    """Of 2,000 rows in orders of their own: after 40 steps of 8 two ranks have shared some 50."""
+    run_distributed(trained, 2, (str(tmp_path), "each", 0.0, 8, 0, 40))
+    (first, *note), (step, *warning) = told(tmp_path)
+    assert (first, note, warning) == (1, ["info", [0, 1], False], ["warning", [0, 1], False])
+    assert 4 <= step <= 30
+
+
+@pytest.mark.parametrize("style", ["alike", "in order"])
+def test_the_same_rows_at_a_step_are_an_error_alone(style: str, tmp_path: Path) -> None:
+    run_distributed(trained, 2, (str(tmp_path), style, 0.0, 8, 0, 4))
+    assert told(tmp_path) == [(1, "error", [0, 1], False)]

@@ -355,3 +355,47 @@ def test_a_module_tells_when_it_has_run_and_not_when_it_is_looked_for(
     assert heard[-1] == "there"
     patches.undo()
     assert sys.meta_path == finders
+
+
+EVALUATES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x):
+        return self.layer(x * self.scale)
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    if step % 2 == 0 and dist.get_rank() == 0:  # on the first rank alone, through the wrapper, before the first step
+        model.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.ones(4, 8))
+        model.train()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"trained {sum(p.detach().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_may_evaluate_alone_before_the_first_step(tmp_path: Path) -> None:
+    """DDP's forwards broadcast buffers: the other rank's first training forward is what that evaluation waits for."""
+    status, plain, wrong = run(tmp_path, EVALUATES, "train.py")
+    assert status == 0, wrong
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, EVALUATES, *ours, DS_SILENT_TIMEOUT="60")
+    assert (status, observed) == (0, plain), wrong
+    check(tmp_path / "run", 4)
