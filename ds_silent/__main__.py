@@ -21,6 +21,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "--silent-consistency-config"
 _USAGE = f"usage: python -m ds_silent [{_CONFIG} FILE] [-m package.module | train.py] [args]"
+_FIRST_SPEAKS = 3.0  # seconds
 _LOCAL_RANK = ("--local_rank", "--local-rank")  # DeepSpeed's launcher; torch.distributed.launch
 
 
@@ -79,7 +81,10 @@ def _take_places(file: str | None, called: str) -> Patches:
     try:
         block = given_block(file, called)
     except ConfigError as error:
-        sys.exit(f"ds_silent: {error}" if is_first() else 1)
+        if is_first():
+            sys.exit(f"ds_silent: {error}")
+        time.sleep(_FIRST_SPEAKS)  # where rank 0 has said it, the launcher ends this one before it repeats that
+        sys.exit(f"ds_silent: on rank {os.environ.get('RANK')}: {error}")
     patches = Patches()
 
     def deepspeed_is_there(_: ModuleType) -> None:

@@ -11,6 +11,7 @@ that it is to call. What a script has not imported is not imported here.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,14 +26,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.extras import is_first
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 
+logger = logging.getLogger("ds_silent")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 
+_SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
 _UNCALLED = (
     "a DistributedDataParallel was made, but it was never called in training, so its gradients are not reduced: call "
     "ddp(x), not ddp.module(x)"
@@ -55,6 +59,7 @@ class AutoAttach:
         self._forward_runs = False  # of a training
         self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
+        self._steps_without = 0  # optimizer steps while something is trained unobserved, and nothing observed
         self._loaders = LoaderMemory()
         patches = self._patches
         patches.add(self._loaders)
@@ -90,6 +95,10 @@ class AutoAttach:
         """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
+        if self._unobserved and not self._observers:
+            self._steps_without += 1
+            if self._steps_without == _SAID_AFTER and is_first():
+                logger.warning("ds_silent: %s", "; ".join(self.unobserved()))
         for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
@@ -146,7 +155,8 @@ class AutoAttach:
             self._unobserved[kind] = (
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
                 f"{'by get_megatron_optimizer ' if is_megatron(module) else ''}before its forward; "
-                "call ds_silent.attach in the script"
+                "make it of the parameters of the very model that is wrapped, not of one that was copied, converted or "
+                "loaded anew; if the script steps them itself call ds_silent.attach in it"
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:
@@ -160,7 +170,11 @@ class AutoAttach:
             reshard(module)
         own = set(map(id, module.parameters()))  # some of which may be frozen for one optimizer's turn
         alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
-        return module, [optimizer for optimizer in alive if own & parameters_of_optimizer(optimizer)]
+        inside = {
+            id(vars(one).get(name)) for one in alive for name in ("optim", "optimizer")
+        }
+        outer = [one for one in alive if id(one) not in inside]
+        return module, [optimizer for optimizer in outer if own & parameters_of_optimizer(optimizer)]
 
     def _begin(self, held: Any, optimizer: Any) -> None:
         observer = attach(held, self._config, optimizer=optimizer, loader=self._loaders.newest())
