@@ -229,8 +229,11 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
-        text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
-        remedy = "Look for code that skips optimizer.step() on some ranks, or for a loss scale that differs."
+        text = f"The optimizer of {named(seen.idle, world_size)} did not step or found no gradient, {others}."
+        remedy = (
+            "Look for code that skips optimizer.step() on some ranks, or clears the gradients before it, or for a loss "
+            "scale that differs."
+        )
         add(f"idle {seen.idle}", seen.idle, None, None, text, remedy)
         groups = parts_of(rank in seen.idle for rank in range(world_size))
         counts = f"unlike:counters:{outvoted(groups)}"  # a step that was skipped is not counted

@@ -170,9 +170,7 @@ class AutoAttach:
             reshard(module)
         own = set(map(id, module.parameters()))  # some of which may be frozen for one optimizer's turn
         alive = [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
-        inside = {
-            id(vars(one).get(name)) for one in alive for name in ("optim", "optimizer")
-        }
+        inside = {id(vars(one).get(name)) for one in alive for name in ("optim", "optimizer")}
         outer = [one for one in alive if id(one) not in inside]
         return module, [optimizer for optimizer in outer if own & parameters_of_optimizer(optimizer)]
 

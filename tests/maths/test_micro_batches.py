@@ -14,6 +14,7 @@ from torch import Tensor
 import ds_silent
 from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.maths.causes import explain_micro_batches
+from ds_silent.patches import RegisteredHook
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, _hash_weights, build
@@ -97,7 +98,7 @@ def dropping(case: Case, drop: Drop, directory: str, steps: int, enabled: bool) 
 
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(behind_the_observer)
+            parameter.register_hook(RegisteredHook(behind_the_observer))  # a script's own would be a note
     gathered = 0
 
     def counted(*arguments: Any) -> Tensor:
