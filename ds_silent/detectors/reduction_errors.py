@@ -229,7 +229,7 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
 
     if seen.idle:
         others = "and nothing says why" if len(seen.idle) == world_size else "although others' did"
-        text = f"The optimizer of {named(seen.idle, world_size)} did not step or found no gradient, {others}."
+        text = f"The optimizer of {named(seen.idle, world_size)} did not step, {others}."
         remedy = (
             "Look for code that skips optimizer.step() on some ranks, or clears the gradients before it, or for a loss "
             "scale that differs."
