@@ -31,7 +31,7 @@ class TrainingMode(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._model: nn.Module = getattr(framework.module, "module", framework.module)  # what a wrapper holds
+        self._model = framework.module
         self._trained = self._evaluated = False  # in training mode, ever; in evaluation mode, without gradients, since
         self._in_training = self._in_evaluation = False  # forwards with gradients since the last measured step
         self._steps = self._since = 0  # measured, all forwards of which were in evaluation mode; the first

@@ -183,7 +183,7 @@ class TiedWeights(Rule):
         return self._found
 
     def _untied(self) -> tuple[Breach, ...]:
-        model = getattr(self._framework.module, "module", self._framework.module)
+        model = self._framework.module
         config: Any = getattr(model, "config", None)
         text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         promised = [getattr(one, "tie_word_embeddings", False) is True for one in (config, text)]
