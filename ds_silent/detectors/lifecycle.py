@@ -71,6 +71,9 @@ def may_part(event: Event) -> bool:
     return (parts or event.kind == "outlier-rank") and event.phase not in ("ongoing", "ended")
 
 
+_COMES_AND_GOES = ("integrity handed", "integrity idle")
+"""Keys of a clip that not every gradient is long enough for, and of a step that is left out now and then."""
+_SELDOM = 4  # how often they count as having come again before they have: over after 16 measured steps without
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
 
@@ -208,7 +211,7 @@ class Episodes:
             if key in present:
                 continue
             episode.absent += 1
-            returns = self._returns.get(key, 0)
+            returns = self._returns.get(key, _SELDOM if key.startswith(_COMES_AND_GOES) else 0)
             if episode.absent >= min(2**returns, LONGEST_ABSENCE):
                 del self._active[key]
                 self._returns[key] = min(returns + 1, 10)

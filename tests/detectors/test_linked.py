@@ -73,6 +73,20 @@ def test_what_no_optimizer_holds_is_neither_cleared_nor_applied(key: str) -> Non
     assert (follows.severity, follows.follows) == ("info", "update-mismatch (last.weight)")
 
 
+@pytest.mark.parametrize("key", ["integrity handed", "integrity idle (1,)"])
+def test_a_clip_that_comes_and_goes_is_one_fault_until_it_stays_away(key: str) -> None:
+    """Once four errors in 64 steps, of one rank that clipped where its gradient was long enough."""
+    clip = replace(finding("aggregation-error", (1,), "what the optimizer applied", 1), key=key)
+    steps, episodes, told = (1, 2, 6, 13, 14, 30), Episodes(), []
+    for step in range(1, 50):
+        told += episodes.update(step, [clip] if step in steps else [])
+    assert [(event.step, event.phase, event.severity) for event in told] == [
+        (1, "started", "error"),
+        (46, "ended", "info"),
+    ]
+    assert "from step 1 to step 30" in told[1].message
+
+
 WRONG = replace(finding("aggregation-error", (2,), "all 11 layers", 200), key="integrity weights", family="reduction")
 
 
