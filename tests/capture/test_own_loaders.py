@@ -90,6 +90,20 @@ def test_the_loader_of_the_training_is_found_and_torch_is_left_as_it_was() -> No
     assert not watch.forward()
 
 
+def test_evaluations_within_an_epoch_leave_the_trainings_pass(caplog: pytest.LogCaptureFixture) -> None:
+    watch, evaluations = LoaderWatch(1).connect(), [iter(DataLoader(ROWS)) for _ in range(8)]  # type: ignore[arg-type]
+    given = []
+    for _batch in DataLoader(ROWS, batch_size=1):  # type: ignore[arg-type]
+        assert watch.forward() == (not given)
+        assert watch.loader_pass is not None
+        given.append(watch.loader_pass.given)
+        for evaluation in evaluations:  # they stay under way, more than are remembered
+            next(evaluation)
+    watch.remove()
+    assert given == list(range(1, 11))
+    assert not caplog.text
+
+
 def test_a_loader_that_fetches_ahead_and_one_whose_workers_stay() -> None:
     watch = LoaderWatch(1).connect()
     begun = []
@@ -161,6 +175,19 @@ def _rows_by(style: str, ahead: int, rows: int, passes: int = 2) -> tuple[int, b
             assert counted <= taken + (ahead * BATCH if style == "two views" else 0), "rows that were not trained"
     watch.remove()
     return counted, found.known, found.unlike, taken
+
+
+def test_a_part_of_a_batch_that_all_ranks_have_drawn_is_no_packed_one() -> None:
+    """Each of two ranks takes half; a mean over two outputs of each row has as many labels as the batch has rows."""
+    watch, counted = LoaderWatch(2).connect(), []
+    alone, of_two = RowsOfData(), RowsOfData(ranks=2)
+    for _batch in DataLoader(range(64), batch_size=8):  # type: ignore[arg-type]
+        watch.forward()
+        for found in (alone, of_two):
+            found.forward(4, True, watch.loader_pass, deals=True)
+        counted.append((alone.of_step(4, 8.0), of_two.of_step(4, 8.0)))
+    watch.remove()
+    assert counted[-1] == (8, 4)
 
 
 @pytest.mark.parametrize("rows", [1000, 1002])
