@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, SequentialSampler, Subset
 
 from ds_silent.maths.fingerprint import short_hash
@@ -85,14 +86,14 @@ class _Reading:
             return []
         if kind in _PLAIN or isinstance(value, (PurePath, np.generic)):
             self.values.append(value if kind in _PLAIN else str(value))
-        elif isinstance(value, Tensor) or kind in (np.ndarray, np.memmap):
+        elif kind in (Tensor, Parameter, np.ndarray, np.memmap):  # a subclass may run code of its own
             self.unknown |= kind is np.ndarray and value.dtype == object
             self.values += (str(value.dtype), tuple(value.shape))
             if value.ndim and len(value):
                 rows = [_some_of(value[row].reshape(-1), most) for row in _some(len(value), most)]
                 self.values += rows
                 self._look(rows, len(value))
-        elif kind in (list, tuple):  # a subclass may make its rows as it is asked for them
+        elif kind in (list, tuple):
             self.values.append(len(value))
             self._look([self.read(value[row], depth + 1, _FEW) for row in _some(len(value), most)], len(value))
         elif kind is dict:

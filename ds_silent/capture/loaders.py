@@ -95,11 +95,14 @@ def _advance(original: Callable[[Any], Any], iterator: Any) -> Any:
 
 def _draw(original: Callable[[Any], Any], iterator: Any) -> Any:
     indices, source = original(iterator), getattr(iterator, "_sampler_iter", None)
-    drawn_from, first = _first_rows.get(iterator, (None, []))
-    if drawn_from is not source:
-        _first_rows[iterator] = source, (first := [])
-    if len(first) < _FIRST:
-        first += indices if isinstance(indices, list) else [indices]
+    try:
+        drawn_from, first = _first_rows.get(iterator, (None, []))
+        if drawn_from is not source:
+            _first_rows[iterator] = source, (first := [])
+        if len(first) < _FIRST:
+            first += indices if type(indices) is list else [indices]
+    except Exception as error:  # likewise
+        logger.debug("ds_silent: the order of a pass is not known: %s", error)
     return indices
 
 

@@ -73,7 +73,7 @@ def may_part(event: Event) -> bool:
 
 _COMES_AND_GOES = ("integrity handed", "integrity idle")
 """Keys of a clip that not every gradient is long enough for, and of a step that is left out now and then."""
-_SELDOM = 4  # how often they count as having come again before they have: over after 16 measured steps without
+_SELDOM = 4  # such a fault is over after 2 to this power measured steps without it
 FIRST_REMINDER = 128  # measured steps; then 256, 512, …
 LONGEST_ABSENCE = 1024
 

@@ -39,11 +39,8 @@ from ds_silent.text import named
 
 FEW, SEVERAL = 4, 4  # batches, and rows, see SameRows
 RECURRING = 0.25  # share of a rank's rows that it has had before, from which rows are a few contents that recur
-OVERLAP, CONFIRMED, SELDOM = (
-    32,
-    8,
-    4.0,
-)  # rows that each other rank had taken; of one data set; times as rare on the own
+OVERLAP, SELDOM = 32, 4.0  # rows that each other rank had taken; times as rare on the own rank
+CONFIRMED = 8  # such rows, of ranks that hold the same data set as far as it can be read
 SAME_DATA = 0.7  # of the repeats that ranks with the same data have; the rows seen first are some 64
 FORGET = 32  # measured steps without a shared row, after which a pair begins anew
 
