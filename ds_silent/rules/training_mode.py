@@ -31,7 +31,6 @@ class TrainingMode(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._model = framework.module
         self._trained = self._evaluated = False  # in training mode, ever; in evaluation mode, without gradients, since
         self._in_training = self._in_evaluation = False  # forwards with gradients since the last measured step
         self._steps = self._since = 0  # measured, all forwards of which were in evaluation mode; the first
@@ -39,7 +38,7 @@ class TrainingMode(Rule):
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each forward."""
-        patches.hook(self._model.register_forward_pre_hook, partial(safely, self._forward))
+        patches.hook(self._framework.module.register_forward_pre_hook, partial(safely, self._forward))
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -57,7 +56,7 @@ class TrainingMode(Rule):
         self._steps = self._steps + 1 if stays else 0
         self._in_training = self._in_evaluation = False
         if self._steps == 1:
-            self._since, self._off = self._framework.step, _switched_off(self._model)
+            self._since, self._off = self._framework.step, _switched_off(self._framework.module)
         if self._steps < _STEPS or not self._off:
             return ()
         message = (

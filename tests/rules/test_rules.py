@@ -13,9 +13,10 @@ from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
-from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
+from ds_silent.rules.training_mode import TrainingMode
+from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
 
-ALWAYS = [RateRule, BatchContents, GatheredWeights]
+ALWAYS = [RateRule, BatchContents, TrainingMode, GatheredWeights, TiedWeights]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),
