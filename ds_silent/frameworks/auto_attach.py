@@ -59,7 +59,7 @@ class AutoAttach:
         self._forward_runs = False  # of a training
         self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
-        self._steps_without = 0  # optimizer steps while something is trained unobserved, and nothing observed
+        self._steps_without = 0  # optimizer steps while a model is called that no optimizer holds, and none is observed
         self._loaders = LoaderMemory()
         patches = self._patches
         patches.add(self._loaders)
@@ -95,10 +95,11 @@ class AutoAttach:
         """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
-        if self._unobserved and not self._observers:
+        untrained = [why for kind, why in self._unobserved.items() if kind != "uncalled"]
+        if untrained and not self._observers:
             self._steps_without += 1
             if self._steps_without == _SAID_AFTER and is_first():
-                logger.warning("ds_silent: %s", "; ".join(self.unobserved()))
+                logger.warning("ds_silent: %s", "; ".join(untrained))
         for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
