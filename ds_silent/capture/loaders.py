@@ -115,6 +115,7 @@ class LoaderWatch(_Watch):
         self.ranks = ranks
         self._passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of iterators that are alive
         self._begun = 0  # passes so far, evaluation's too
+        self._newest_iterator: weakref.ref[Any] | None = None
         self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
         self._training = 0  # the pass that the newest training forward was of
         self._batches = 0  # that were trained in it
@@ -147,13 +148,13 @@ class LoaderWatch(_Watch):
             for old in [one for one in self._loader_passes if one != self._training][:-3]:
                 del self._loader_passes[old]  # of evaluations; the training's may be under way
             self._loader_passes[number] = own = loader_pass_of(iterator)
-            own.data, (_, own.first) = self._hash_of(iterator), _first_rows.get(iterator, (None, []))
-        self._newest = number
+            own.first = _first_rows.get(iterator, (None, []))[1]
+        self._newest, self._newest_iterator = number, weakref.ref(iterator)
         if number in self._loader_passes:
             self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
 
     def _hash_of(self, iterator: Any) -> float:
-        """Return :func:`held_by` of the iterator's data set, which is read once where it can be known again."""
+        """Return :func:`held_by` of the training's data set, which is read once where it can be known again."""
         data = getattr(iterator, "_dataset", None)
         if (known := self._held) is None or known[0]() is not data:
             try:
@@ -206,6 +207,8 @@ class LoaderWatch(_Watch):
         self._sampler, self._batches = self._newest_sampler, self._newest_skips + 1
         self.facts, self.seen, self._training = self._newest_facts, True, self._newest
         self._deal = self._known_before(self._newest_deal, same)
+        if (own := self.loader_pass) is not None and self._newest_iterator is not None:
+            own.data = self._hash_of(self._newest_iterator())
         return True
 
     @property

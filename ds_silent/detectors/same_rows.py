@@ -33,6 +33,7 @@ from ds_silent.detectors.duplicate_data import Pair, shared_findings
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.order import TOLERATED_BY_CONTENT
 from ds_silent.detectors.sequential import Array
+from ds_silent.distributed.parts import parts_of_numbers
 from ds_silent.measure.evidence import LONG_TRAIL, Evidence
 from ds_silent.records import Event, Severity, StepRecord
 from ds_silent.text import named
@@ -159,21 +160,22 @@ class WholeDataTest(Detector):
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()  # those that do so, at the newest step
-        self._noted = 0  # at this step
+        self._noted = False
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, self.ranks, found = (), (), evidence.whole_data
         if found is None or evidence.dealt != "unknown":
             return []
-        self.ranks = ranks = _alike(found[:, :1])
-        ordered = bool(found[found[:, 0] != 0, 1].all())  # it is known in which order each rank takes them
+        data, order = found.T
+        self.ranks = ranks = _alike(data)
+        ordered = bool(order[data != 0.0].all())  # it is known in which order each rank takes them
         if ranks and ordered and not self._noted and not any(one.kind == "duplicate-data" for one in before):
-            self._noted = record.step
-            same = _alike(found)
-            order = f" {named(same, record.world_size).capitalize()} take them in the same order." if same else ""
+            self._noted = True
+            same = _alike(data * 2.0**24 + order)  # of 24 bits each
+            in_order = f" {named(same, record.world_size).capitalize()} take them in the same order." if same else ""
             message = (
                 f"{named(ranks, record.world_size).capitalize()} take all rows of the same data set, as far as loaders "
-                f"and attributes of the data sets tell: {_several_times(ranks)}{order} The rows themselves were not "
+                f"and attributes of the data sets tell: {_several_times(ranks)}{in_order} The rows themselves were not "
                 "seen to be the same, as where they are augmented at random."
             )
             remedy = f"{_GIVE_A_SAMPLER}, or if your code gives each rank other rows of it."
@@ -181,11 +183,10 @@ class WholeDataTest(Detector):
         return []
 
 
-def _alike(rows: Array) -> tuple[int, ...]:
-    """Return the ranks whose row, of (N, K) without zeros, is another rank's, too."""
-    order = np.lexsort(rows.T)
-    same = (rows[order][1:] == rows[order][:-1]).all(1) & rows[order][1:].all(1)
-    return tuple(sorted({*order[:-1][same].tolist(), *order[1:][same].tolist()}))
+def _alike(hashes: Array) -> tuple[int, ...]:
+    """Return the ranks whose hash, of (N,), is another rank's, too; 0 is none."""
+    parts = parts_of_numbers(hashes.astype(np.int64))
+    return tuple(sorted(rank for part in parts if len(part) > 1 and hashes[part[0]] for rank in part))
 
 
 def _several_times(ranks: Sequence[int]) -> str:

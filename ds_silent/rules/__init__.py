@@ -20,8 +20,9 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [RateRule(framework), BatchContents(framework), TrainingMode(framework)]
-    rules += GatheredWeights(framework), TiedWeights(framework)
+    rules: list[Rule] = [
+        kind(framework) for kind in (RateRule, BatchContents, TrainingMode, GatheredWeights, TiedWeights)
+    ]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))

@@ -226,11 +226,11 @@ class UpdateRule(Rule):
             offset, begin = offset + kinds * size, begin + size
             if part[0].update.kind == "Adam" and part[0].update.bias_correction:
                 corrected.append((part[0].update, before))
-            if self._wrong or _misses(part[0].update, before, seen, part[0].unit):
+            right, error = stepped(part[0].update, before, part[0].unit)
+            if self._wrong or _misses(right, error, before, seen):
                 self._judge_each(at, kind, _single(part, before, seen))
             elif part[0].parameter.dtype is torch.bfloat16:
-                meant = stepped(part[0].update, before, part[0].unit)[0].weight
-                self._lost.take(at, part[0].update.rate, before, meant, seen)
+                self._lost.take(at, part[0].update.rate, before, right.weight, seen)
             self._whole = self._whole and part[0].update.rate == 0.0
         if first and (late := late_count(kind, corrected, at)) is not None:
             self._late[kind] = late
@@ -240,7 +240,7 @@ class UpdateRule(Rule):
         wrong: list[Judged] = []
         for one, old, seen in members:
             before = self._wrong.get(id(one.parameter))
-            if _misses(one.update, old, seen, one.unit):
+            if _misses(*stepped(one.update, old, one.unit), old, seen):
                 finite = np.isfinite(old.gradient) & np.isfinite(old.weight)
                 wrong.append((one, Elements(*(np.asarray(values)[finite] for values in old)), seen[finite]))
             elif before is not None and shows(before.cause, one.update, old, seen, one.unit):
@@ -351,9 +351,8 @@ def _single(part: Part, old: Elements, seen: Numbers) -> Iterator[Judged]:
         yield one, Elements(*(values[begin:end] for values in all_of_old)), seen[begin:end]
 
 
-def _misses(update: Update, old: Elements, seen: Numbers, unit: float) -> bool:
+def _misses(right: Elements, error: Numbers, old: Elements, seen: Numbers) -> bool:
     """Tell whether rounding does not explain a weight; what is not finite, or whose square is not, says nothing."""
-    right, error = stepped(update, old, unit)
     fits = np.abs(right.weight - seen) <= error
     if bool(fits.all()):
         return False

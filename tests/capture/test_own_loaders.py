@@ -11,11 +11,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
+from ds_silent.capture import loaders
 from ds_silent.capture.forwards import RowsOfData
 from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
 from ds_silent.capture.row_hashes import RowDimension, batch_tensors, rows_of
@@ -102,6 +104,19 @@ def test_evaluations_within_an_epoch_leave_the_trainings_pass(caplog: pytest.Log
     watch.remove()
     assert given == list(range(1, 11))
     assert not caplog.text
+
+
+def test_only_the_trainings_data_set_is_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, held_out = (TensorDataset(torch.randn(rows, 2)) for rows in (8, 4))
+    read: list[Any] = []
+    monkeypatch.setattr(loaders, "held_by", lambda iterator: read.append(iterator._dataset) or 1.0)
+    watch = LoaderWatch(2).connect()
+    for _epoch in range(3):
+        list(DataLoader(held_out))
+        for _batch in DataLoader(training, batch_size=4):
+            watch.forward()
+    watch.remove()
+    assert [one is training for one in read] == [True]
 
 
 def test_a_loader_that_fetches_ahead_and_one_whose_workers_stay() -> None:

@@ -1,0 +1,121 @@
+"""``python -m ds_silent`` around healthy scripts that do something of their own, and around mistakes in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.frameworks.test_auto_attach import ROOT, block, check, run
+from tests.support.interpreter import interpreter
+
+EVALUATES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x):
+        return self.layer(x * self.scale)
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    if step % 2 == 0 and dist.get_rank() == 0:  # on the first rank alone, through the wrapper, before the first step
+        model.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.ones(4, 8))
+        model.train()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"trained {sum(p.detach().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_may_evaluate_alone_before_the_first_step(tmp_path: Path) -> None:
+    """DDP's forwards broadcast buffers: the other rank's first training forward is what that evaluation waits for."""
+    status, plain, wrong = run(tmp_path, EVALUATES, "train.py")
+    assert status == 0, wrong
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, EVALUATES, *ours, DS_SILENT_TIMEOUT="60")
+    assert (status, observed) == (0, plain), wrong
+    check(tmp_path / "run", 4)
+
+
+ZERO_REDUNDANCY = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+torch.manual_seed(dist.get_rank())
+for step in range(3):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"trained {sum(p.detach().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+OF_A_COPY = """
+import copy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+model = DistributedDataParallel(copy.deepcopy(model))
+for step in range(8):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    print(f"step {step}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_an_optimizer_that_deals_parameters_to_ranks_is_one(tmp_path: Path) -> None:
+    """torch's ZeroRedundancyOptimizer makes one for this rank's share, which steps inside it."""
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, ZERO_REDUNDANCY, *ours)
+    assert (status, len(observed)) == (0, 2), wrong
+    assert observed[0] == observed[1]
+    check(tmp_path / "run", 4)
+
+
+def test_an_optimizer_of_a_copy_is_told_while_it_steps(tmp_path: Path) -> None:
+    status, _, wrong = run(tmp_path, OF_A_COPY, "-m", "ds_silent", "train.py")
+    assert status == 0, wrong
+    said = [line for line in wrong.splitlines() if "no optimizer of its parameters was made" in line]
+    assert len(said) == 2  # once in the training, of one rank, and at its end
+    assert "not of one that was copied" in said[0]
+
+
+def test_a_rank_says_it_whose_file_alone_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text(json.dumps({"intervall": 5}))
+    (tmp_path / "train.py").write_text("raise SystemExit('it has begun')")
+    command = [interpreter(), "-m", "ds_silent", "--silent-consistency-config", "wrong.json", "train.py"]
+    kept = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    [sentence] = [line for line in done.stderr.splitlines() if line]
+    assert sentence.startswith("ds_silent: on rank 1: ")
+    assert "intervall" in sentence
