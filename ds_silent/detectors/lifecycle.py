@@ -211,10 +211,12 @@ class Episodes:
             if key in present:
                 continue
             episode.absent += 1
-            returns = self._returns.get(key, _SELDOM if key.startswith(_COMES_AND_GOES) else 0)
+            left = [f for k, f in present.items() if self._active[k].cause == key]
+            least = _SELDOM if key.startswith(_COMES_AND_GOES) else 0
+            returns = self._returns.get(key, 0 if left else least)  # the first end tells at once what it has left
             if episode.absent >= min(2**returns, LONGEST_ABSENCE):
                 del self._active[key]
-                self._returns[key] = min(returns + 1, 10)
+                self._returns[key] = min(max(returns, least) + 1, 10)
                 message = f"Ended: {episode.kind}, from step {episode.since} to step {episode.last_seen}."
                 apart = "replica-drift" in episode.effects
                 remedy = "Nothing to do, unless a replica-drift follows." if apart else "Nothing to do."
@@ -224,7 +226,6 @@ class Episodes:
                     remedy = "Nothing to do if its cause was mended; else it may be there still, too small to be sure."
                 if key.startswith(KEY):
                     remedy = "What was trained meanwhile stays so: see the remedy of its first event."
-                left = [f for k, f in present.items() if self._active[k].cause == key]
                 if left:
                     goes_on = min(left, key=lambda one: one.kind != "replica-drift")  # weights do not mend themselves
                     message += f" What it has left behind goes on: {goes_on.kind} of {goes_on.where}."

@@ -87,6 +87,22 @@ def test_a_clip_that_comes_and_goes_is_one_fault_until_it_stays_away(key: str) -
     assert "from step 1 to step 30" in told[1].message
 
 
+def test_its_first_end_tells_at_once_what_it_has_left_behind() -> None:
+    clip = replace(finding("aggregation-error", (1,), "what the optimizer applied", 1), key="integrity handed")
+    clip, drift = replace(clip, effects=("replica-drift",)), replace(DRIFT, ranks=(1,), since=2)
+    episodes, told = Episodes(), []
+    for step in range(1, 50):
+        told += episodes.update(step, [clip] * (step in (1, 2, 6, 13, 30)) + [drift] * (step > 1))
+    phases = [(event.step, event.kind, event.phase, event.severity) for event in told]
+    assert phases == [
+        (1, "aggregation-error", "started", "error"),
+        (2, "replica-drift", "started", "info"),
+        (3, "aggregation-error", "ended", "info"),
+        (6, "aggregation-error", "started", "error"),
+    ], phases
+    assert "What it has left behind goes on: replica-drift" in told[2].message
+
+
 WRONG = replace(finding("aggregation-error", (2,), "all 11 layers", 200), key="integrity weights", family="reduction")
 
 
