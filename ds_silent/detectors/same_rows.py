@@ -89,6 +89,7 @@ class SameRows(Detector):
                 at_once |= early and in_row >= (SEVERAL - 1 if everything else 2 * SEVERAL)
             if at_once or weight >= limit - 1e-9:
                 sure.add(pair)
+                pairs[pair] = limit, in_row  # named as long as it shares half
         if rows is not None:
             self._shared += sum(count for pair, count in counts.items() if pair not in sure)
             self._looked += sum(rows) / ranks * (ranks * (ranks - 1) / 2 - len(sure))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,23 +73,23 @@ class IdleRanks:
 class OtherRows:
     """Find out, of the first rank, that its forwards also take rows of none of the data: a GAN's fakes, several views.
 
-    More rows of an epoch are different then than were dealt to it.
+    More of its rows of an epoch are different then than were dealt to it, also where other ranks take the same.
     """
 
     found: bool = False
     samples: int = 0  # dealt until the last observation
     samples_before: int | None = 0  # of them, those before this epoch, or fewer; None: not known
-    rows: int = 0  # of its forwards in this epoch
+    rows: EpochCoverage = field(default_factory=lambda: EpochCoverage(4096))  # of its forwards in this epoch
 
     def start_epoch(self) -> None:
         """Begin the next epoch."""
-        self.samples_before, self.rows = self.samples, 0
+        self.samples_before = self.samples
+        self.rows.start_epoch()
 
-    def look(self, samples: int, epoch: EpochCoverage, spare: int) -> None:
-        """Compare the rows of ``epoch`` with ``samples``, dealt so far; ``spare``: rows that prove nothing."""
-        if self.samples_before is not None and epoch.visits:
-            different = self.rows * epoch.distinct / epoch.visits
-            self.found |= different > BEYOND * (samples - self.samples_before) + spare
+    def look(self, samples: int, spare: int) -> None:
+        """Compare the epoch's rows with ``samples``, dealt so far; ``spare``: rows that prove nothing."""
+        if self.samples_before is not None:
+            self.found |= self.rows.distinct > BEYOND * (samples - self.samples_before) + spare
         self.samples = samples
 
 
@@ -167,7 +167,8 @@ class RowTracker:
                 self._others.start_epoch()
             visits = _rows_of(sent, first, end)
             self._epoch.update(sent.values[part], int(visits.sum()))
-            self._others.rows += int(visits[0])
+            if not self._others.found:
+                self._others.rows.update(sent.values[part & (sent.owners == 0)], int(visits[0]))
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
@@ -185,7 +186,7 @@ class RowTracker:
             same_order=order,
         )
         if samples is not None and not walk.told:
-            self._others.look(samples // ranks, self._epoch, own_rows)
+            self._others.look(samples // ranks, own_rows)
         if rows_in_epoch is None or self._partial or self._others.found:
             share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)

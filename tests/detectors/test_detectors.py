@@ -165,6 +165,16 @@ def test_one_pair_on_the_same_rows_and_its_end() -> None:
     assert [event.phase for event in events] == ["started", "ended"]
 
 
+def test_a_pair_that_is_named_stays_so_while_it_shares_half_of_its_rows() -> None:
+    """A GAN whose ranks draw the same fakes: once that had ended with the ranks' fourth batch, and went on."""
+    rows, found = SameRows(16.0), []
+    for step in range(1, 21):
+        passes = OwnPasses((16,) * 4, (16.0 * step,) * 4, 0.0, (16 * step,) * 4)
+        shares = {(0, 3): 8} if step < 20 else {}
+        found.append(len(rows.step(Run().record(), replace(ids(shares, rows=16), passes=passes))))
+    assert found == [1] * 19 + [0]
+
+
 def test_a_state_that_kept_the_pairs_alone_is_read() -> None:
     rows, evidence = SameRows(16.0), ids({(0, 3): 1}, rows=1)
     rows.load_state_dict([[0, 3]])
