@@ -50,6 +50,8 @@ OBJECTIVE: Literal["objective"] = "objective"
 PICKED: Literal["picked"] = "picked"
 TRAINS = "trains"
 LABELS = "what each label is"
+INPUTS: Literal["loss_inputs"] = "loss_inputs"
+SCALES = "scale of the loss's inputs"
 HYPER_PARAMETERS = {
     "lr": "learning rate",
     "weight_decay": "weight decay",
@@ -80,6 +82,7 @@ class _Look:
     objective: tuple[str, Any, float] = ("", (), 0.0)  # text for people, structure, factor
     labels: str = ""  # where they come from
     picked: str = ""  # rows of the data set, where a sampler deals each rank a share of them
+    inputs: str = ""  # the script's own numbers in what the losses are made of
 
 
 class LocalSettings:
@@ -165,6 +168,7 @@ class LocalSettings:
             counters=look.counter % EXACT,
             first_draws=self.draws or 0.0,
             objective=self._hashed(OBJECTIVE, look.objective[1]) if look.objective[1] else 0.0,
+            loss_inputs=self._hashed(INPUTS, look.inputs) if look.inputs else 0.0,
             label_places=self.objective.places.code,
             picked=self._hashed(PICKED, look.picked) if look.picked else 0.0,
             hooks=self._hashed(HOOKS, sorted(self._hooks.changed)),
@@ -199,6 +203,7 @@ class LocalSettings:
         own = repr((structure, numbers) if OBJECTIVE in kinds else "")
         objective = [
             item_of("what backward begins with", OBJECTIVE, own, text or "not known"),
+            item_of(SCALES, OBJECTIVE, look.inputs if INPUTS in kinds else ""),
             item_of(LABELS, OBJECTIVE, look.labels if "label_places" in kinds else ""),
             item_of(SUBSET, "sampler", look.picked if PICKED in kinds else ""),
             *(hook_items(self._hooks.changed, self._hooks.names) if "hooks" in kinds else hook_items({}, ())),
@@ -229,7 +234,13 @@ class LocalSettings:
         objective = known.text, known.structure, known.factor
         numbers = tuple(on_device), counter, *modes, settings, autocast, missed
         return _Look(
-            tuple(hyper_parameters), self._holdings, *numbers, objective, known.places.text, self.deal().picked
+            tuple(hyper_parameters),
+            self._holdings,
+            *numbers,
+            objective,
+            known.places.text,
+            self.deal().picked,
+            inputs=known.inputs,
         )
 
     def _hashed(self, kind: str, value: Any) -> float:

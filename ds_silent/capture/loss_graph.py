@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from ds_silent.capture.loss_origin import Made, elements, made_of
 
 NODES = 64  # nodes that are read, from the root down
-BELOW = 12  # nodes between a sum or mean and the per-label losses that it adds up
+BELOW = 12  # nodes between a sum or mean and the per-label losses that it adds up, or between a loss and a layer
 MEAN, SUM, EACH = 1.0, 2.0, 3.0
 """How a term reduces its labels; EACH: a sum whose addends have weights of their own."""
 _REDUCTIONS = ("none", "mean", "sum")
@@ -35,6 +35,7 @@ _NEUTRAL = frozenset(_PLAIN.split())
 """Operations that multiply nothing; their number may depend on the data."""
 _OTHERS = "Mul Div Neg Sub Rsub Pow Exp Index MaskedSelect MaskedFill Where Abs Clamp"
 _ELEMENTWISE = _NEUTRAL | frozenset(_OTHERS.split())
+_BELOW = _ELEMENTWISE | frozenset(("LogSoftmax", "Softmax", "LogSigmoid", "Sigmoid"))
 _MASKS = frozenset(("MulBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"))
 _NARROWER = {torch.float64: torch.tensor(0.0), torch.int64: torch.tensor(0, dtype=torch.int32)}
 _OWN = "MulBackward1"  # by an argument of a torch function, such as label smoothing; independent of rows
@@ -90,6 +91,7 @@ class Term:
     by_hand: bool = False  # the script's own mean or sum; a minus before it belongs to what it adds up, as in -log p
     flowed: bool = False  # its gradient has come
     above: Constants = Constants()  # the numbers down to where it is no scalar
+    below: tuple[str, ...] = ()  # the script's own numbers in what the loss is made of, such as a temperature
     filled: _Filled | None = None
     smoothing: Term | None = None  # what smooths the same labels: a sum over the classes
 
@@ -205,7 +207,7 @@ def _added_up(way: _Way, name: str, count: int) -> list[Term]:
     kind = MEAN if mean else SUM
     constants = replace(end.constants, by_items=False)  # of elements, which need not be labels
     term = Term(way.node, kind, mean, end.names, end.shown, end.factor, labels, None, constants, by_hand=True)
-    term.above = way.constants
+    term.above, term.below = way.constants, _numbers_below(end.node)
     if isinstance(labels, Tensor) and isinstance(filled, Tensor):
         term.filled = _filled(end.node, filled, way.constants.by_items)
     return [term]
@@ -273,7 +275,26 @@ def _loss(way: _Way, name: str) -> Term | None:
     number = _one_number(weights[0][1]) if weights else None
     names, shown = (*way.names, name), (*way.shown, name)
     constants = replace(way.constants, by_items=way.constants.by_items and operation.startswith("NllLoss"))
-    return Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants, above=way.constants)
+    term = Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants, above=way.constants)
+    term.below = _numbers_below(node)
+    return term
+
+
+def _numbers_below(node: Any) -> tuple[str, ...]:
+    """Return the operations with the script's own numbers, from a loss down to where a model's layers begin."""
+    found = []
+    for _ in range(BELOW):
+        inner = [one for one, _ in node.next_functions if one is not None]
+        if len(inner) != 1:  # of several ways, or of none
+            break
+        [node] = inner
+        name = node.name()
+        operation = name.partition("Backward")[0]
+        if operation not in _BELOW:
+            break
+        number = _number_of(node, operation)
+        found += [] if number is None or abs(number) == 1.0 else [f"{name} x {number:.6g}"]
+    return tuple(found)
 
 
 _CLASSES, _POSITIVE = ("weight", "class weights"), ("pos_weight", "positive weights")

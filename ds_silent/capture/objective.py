@@ -1,29 +1,20 @@
-"""How much each label counts, on this rank and in comparison with the others.
+"""How much each label counts, on this rank; :mod:`ds_silent.capture.same_objective` compares the ranks.
 
     objective = LocalObjective()
     objective.begins(root)               # as a backward begins: reads its graph, hooks its loss
     objective.reached = True             # at a gradient of the model: this backward trains it
     objective.text, objective.structure  # of the step so far
     objective.numbers()                  # an Observation's part; without waiting for the device
-    same = same.of(known)                # SameObjective, once per observation, in order; the same on every rank
-    same.parts                           # ranks grouped by objective; None where all agree
 
 A loss function of torch stores its reduction. A hook on it gets the gradient that flows in: the factor by which each
 label, or the labels' mean, enters the root. Between loss and root lie a few operations on scalars. An operation with a
 Python number belongs to the script and is the same on all ranks; one with a tensor depends on data.
 :mod:`ds_silent.capture.loss_graph` reads both.
-
-Another loss, reduction or chain of operations is a fault at its first step. So is another factor on a mean, if it is a
-simple ratio of the others' (1/4, 2, 193): the script left something out or did it twice. Any other factor may come from
-a rank's rows, such as their count. Healthy factors follow a known count (of labels) or change from step to step, so a
-difference is reported only after ``UNCHANGED`` micro-batches without a change. Ranks that differ now and then, each
-time anew, do so by design (each rank draws a task): after ``MOST_TURNS`` differences only a lasting one is reported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,18 +25,12 @@ from torch import Tensor, nn
 from ds_silent.capture.label_places import LabelPlaces
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
 from ds_silent.capture.loss_origin import Crossing, Made, backward_is_compiled, made_by
-from ds_silent.distributed.parts import Parts, parts_of
-from ds_silent.exchange.observation import Gathered
 from ds_silent.exchange.observation import Objective as Numbers
 from ds_silent.framework import Promise
 from ds_silent.maths.fingerprint import short_hash
 
 MOST_LOSSES = 8  # hooked losses of one backward
-UNCHANGED = 8  # micro-batches
-MOST_TURNS = 3
-LARGEST = 64  # numerator or denominator of a simple ratio; powers of two may be larger
 NO_OTHERS = short_hash([])  # of the loss's other terms, where it has none
-NEAR = 1e-5  # relative difference of fp32 numbers that count as equal
 
 Weighed = tuple[Tensor, Tensor, Tensor, Tensor | float]
 """One term's labels: sum, smallest and largest of their weights, and their number."""
@@ -86,7 +71,8 @@ class LocalObjective:
         self._texts, self._weighed = dict[tuple[str, ...], str](), list[Weighed]()
         self._known, self._readable, self._count = True, True, 0
         self._factors: list[float] = []
-        self._others: set[tuple[str, ...]] = set()
+        self._others: dict[tuple[str, ...], tuple[str, ...]] = {}  # with the numbers below them
+        self._inputs: set[tuple[tuple[str, ...], tuple[str, ...]]] = set()
         self._reduction = 0.0
         self._class_weights: float | Tensor = 0.0
         self._constants: set[Constants] = set()
@@ -136,13 +122,20 @@ class LocalObjective:
         if not self._readable:
             return ""
         mains = "; ".join(self._texts[names] for names in sorted(self._texts))
-        return " + ".join([mains, *(" > ".join(shown) for shown in sorted(self._others))])
+        return " + ".join([mains, *(" > ".join((*shown, *self._others[shown])) for shown in sorted(self._others))])
 
     @property
     def structure(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of the operations, without their numbers; empty if unknown."""
         self._settle()
         return tuple(sorted(self._texts)) if self._readable else ()
+
+    @property
+    def inputs(self) -> str:
+        """Describe the script's own numbers in what the losses are made of, such as a temperature; empty if unknown."""
+        self._settle()
+        numbers = [" > ".join((names[-1], *below)) for names, below in sorted(self._inputs) if below]
+        return ("; ".join(numbers) or "none") if self._readable and self._inputs else ""
 
     @property
     def factor(self) -> float:
@@ -230,13 +223,14 @@ class LocalObjective:
             self._readable = self._known = False  # a script skips rows with such a loss
             return
         same = [term for term in one.terms if term.names == main.names]
-        self._texts[main.names] = " > ".join(main.shown)
+        self._texts[main.names] = " > ".join((*main.shown, *main.below))
+        self._inputs |= {(term.names, term.below) for term in one.terms}
         self._constants.add(replace(main.constants, of_each=main.kind == EACH, by_hand=main.by_hand))
         # several means add up; with several sums each label counts once
         self._factors.append(sum(t.factor for t in same) / (1 if main.kind == MEAN else len(same)))
         self._reduction = MEAN if main.averaged else main.kind
         others = [term for term in one.terms if term.names != main.names]
-        self._others |= {term.shown for term in others}
+        self._others |= {term.shown: term.below for term in others}
         self._besides |= {(term.shown[0], term.above) for term in others}
         self._class_weights = self._class_weights if main.weights is None else main.weights
         weighed = [_of_all(term, flow) for term, flow in _with_smoothing(one.flows)]
@@ -298,102 +292,3 @@ def _of_all(term: Term, flow: Tensor) -> Weighed | None:
         return flow * labels, flow, flow, labels
     each = flow / (labels.clamp(min=1.0) if isinstance(labels, Tensor) else max(labels, 1.0))
     return flow, each, each, labels
-
-
-# -- do all ranks train for the same? ----------------------------------------------------------------------------------
-
-_Pattern = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class SameObjective:
-    """Hold the evidence on whether all ranks train for the same objective.
-
-    Attributes:
-        parts: ranks by objective, the largest part first; None if they agree or it is unknown.
-        structural: whether the operations differ, not only their numbers.
-    """
-
-    parts: Parts | None = None
-    structural: bool = False
-    pattern: _Pattern = ()  # the newest difference
-    unchanged: int = 0  # micro-batches since it began
-    turns: int = 0  # differences so far
-
-    def of(self, known: Gathered) -> SameObjective:
-        """Return the evidence with one observation more."""
-        chains = known.code.objective.tolist()
-        if not all(chains):
-            return replace(self, parts=None, pattern=(), unchanged=0)
-        structural = len(set(chains)) > 1
-        values = [(chain,) for chain in chains] if structural else _numbers(known)
-        parts = parts_of(_representatives(values))
-        if len(parts) == 1 or (not structural and _explained(known)):
-            return replace(self, parts=None, pattern=(), unchanged=0)
-        pattern = tuple(values) if structural else _ratios(values, parts)
-        same = pattern == self.pattern
-        micro_batches = int(known.objective.count.min())
-        unchanged = micro_batches + (self.unchanged if same else 0)
-        turns = self.turns + (not same)
-        certain = structural or (bool((known.objective.reduction == MEAN).all()) and _simple(values, parts))
-        say = unchanged >= UNCHANGED or (certain and turns <= MOST_TURNS)
-        return SameObjective(parts if say else None, structural, pattern, unchanged, turns)
-
-
-def _numbers(known: Gathered) -> list[tuple[float, ...]]:
-    """Return each rank's numbers; equal ones on all ranks if any rank's factor is unknown or not constant."""
-    own = known.objective
-    columns = (own.factor.tolist(), own.others.tolist(), own.class_weights.tolist())
-    if not all(columns[0]):
-        return [(0.0,)] * known.ranks
-    return list(zip(*columns, strict=True))
-
-
-def _representatives(values: Sequence[tuple[float, ...]]) -> list[int]:
-    """Return for each value the place of the first that equals it up to rounding."""
-    found: list[tuple[float, ...]] = []
-    places = []
-    for value in values:
-        place = next((i for i, other in enumerate(found) if _near(value, other)), len(found))
-        if place == len(found):
-            found.append(value)
-        places.append(place)
-    return places
-
-
-def _near(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=NEAR) for a, b in zip(one, other, strict=True))
-
-
-def _explained(known: Gathered) -> bool:
-    """Tell whether the factors follow the ranks' label counts: each label counts alike, or each rank's mean."""
-    own = known.objective
-    if len(set(own.others.tolist())) > 1 or len(set(own.class_weights.tolist())) > 1:
-        return False
-    factors = own.factor.tolist()
-    for counts in (own.labels.tolist(), known.loss.tokens.tolist()):
-        if all(counts) and len(set(counts)) > 1:
-            shares = [factor / count for factor, count in zip(factors, counts, strict=True)]
-            products = [factor * count for factor, count in zip(factors, counts, strict=True)]
-            if any(all(_near((one,), (of[0],)) for one in of) for of in (shares, products)):
-                return True
-    return False
-
-
-def _ratios(values: Sequence[tuple[float, ...]], parts: Parts) -> _Pattern:
-    """Return each rank's factor relative to the largest part's: a change that all ranks share cancels."""
-    reference = values[parts[0][0]]
-    return tuple((round(value[0] / reference[0], 4), *value[1:]) for value in values)
-
-
-def _simple(values: Sequence[tuple[float, ...]], parts: Parts) -> bool:
-    """Tell whether every other factor is a small multiple or fraction; other terms may differ with it."""
-    reference = values[parts[0][0]]
-    for part in parts[1:]:
-        ratio = values[part[0]][0] / reference[0]
-        times = max(abs(ratio), 1.0 / abs(ratio))
-        whole = round(times)
-        small = whole <= LARGEST or whole & (whole - 1) == 0
-        if not (small and _near((times,), (float(whole),))) or (whole == 1 and ratio > 0):
-            return False
-    return True

@@ -24,8 +24,8 @@ from functools import partial
 
 from torch import Tensor
 
-from ds_silent.capture.local_settings import LABELS, OBJECTIVE, PICKED, TRAINS, LocalSettings
-from ds_silent.capture.objective import SameObjective
+from ds_silent.capture.local_settings import INPUTS, LABELS, OBJECTIVE, PICKED, SCALES, TRAINS, LocalSettings
+from ds_silent.capture.same_objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.distributed.parts import Parts, outvoted, parts_of, ranks_of
@@ -103,6 +103,14 @@ GROUPS = {
         preflight=(OBJECTIVE,),
         event="objective-mismatch",
     ),
+    INPUTS: _Group(
+        "scales of the losses' inputs",
+        "Give the loss the same temperature, or scale of its inputs, on every rank: look for a branch on the rank and "
+        "another configuration.",
+        kinds=(INPUTS,),
+        items=(SCALES,),
+        event="objective-mismatch",
+    ),
     "hooks": _Group(
         HOOKS,
         "Register a hook that changes gradients on every rank, or on none; one that only looks may stay on one rank.",
@@ -137,7 +145,7 @@ class SettingsCheck:
 
     def __init__(self, local: LocalSettings, framework: Framework, guard: CollectiveGuard):
         self.local, self._framework, self._guard = local, framework, guard
-        self._same_objective = SameObjective()
+        self._same_objective, self._same_inputs = SameObjective(), SameObjective()
         self._missed = NOTHING  # of all ranks, as it was reported last
         self.differing: Mapping[str, Parts] = {}
         self._asked: dict[str, Parts] = {}
@@ -162,7 +170,8 @@ class SettingsCheck:
         """
         framework, guard = self._framework, self._guard
         self._same_objective = guard.agreed(partial(self._same_objective.of, arrived.known))
-        self.differing = guard.agreed(lambda: _differences(arrived.known, self._same_objective))
+        self._same_inputs = guard.agreed(partial(self._same_inputs.of_inputs, arrived.known))
+        self.differing = guard.agreed(lambda: _differences(arrived.known, self._same_objective, self._same_inputs))
         news = guard.agreed(lambda: self._news(self.differing))
         if news is not None:
             self._known, self._asked, self._questions = news
@@ -197,7 +206,8 @@ class SettingsCheck:
 
     def unasked(self, arrived: Arrived) -> tuple[Unlike, ...]:
         """Return the same without asking, where the ranks come together no more; nothing where it is told already."""
-        parts = _differences(arrived.known, self._same_objective.of(arrived.known))
+        same, inputs = self._same_objective.of(arrived.known), self._same_inputs.of_inputs(arrived.known)
+        parts = _differences(arrived.known, same, inputs)
         new = {kind: found for kind, found in parts.items() if found not in self._known.get(kind, ())}
         missed = self._missed_by_all(arrived)
         return (
@@ -214,9 +224,12 @@ class SettingsCheck:
         return same_draws(known.step, ranks, self._framework.words) if bool((draws == draws[0]).all()) else None
 
 
-def _differences(known: Gathered, objective: SameObjective) -> dict[str, Parts]:
-    found = {kind: parts for kind in _GROUP_OF if kind != OBJECTIVE and (parts := differing(known.code, kind))}
-    return found if objective.parts is None else {**found, OBJECTIVE: objective.parts}
+def _differences(known: Gathered, objective: SameObjective, inputs: SameObjective) -> dict[str, Parts]:
+    at_once = _GROUP_OF.keys() - {OBJECTIVE, INPUTS}
+    found = {kind: parts for kind in _GROUP_OF if kind in at_once and (parts := differing(known.code, kind))}
+    if objective.parts is not None:
+        return {**found, OBJECTIVE: objective.parts}
+    return found if inputs.parts is None else {**found, INPUTS: inputs.parts}
 
 
 def differing(code: Code[Tensor], kind: str) -> Parts | None:
@@ -283,10 +296,10 @@ def mismatches_of(events: Sequence[Event], known: Gathered, ranks: int) -> tuple
             found.append(_one(group, odd, where, message, event.step))
             continue
         message = event.message[:1].upper() + event.message[1:]
-        labels = group == "labels"
-        message += "" if labels else weighing(known, event.ranks, ranks)
+        group = group if group in ("labels", INPUTS) else OBJECTIVE
+        message += weighing(known, event.ranks, ranks) if group == OBJECTIVE else ""
         odd = event.ranks or tuple(range(ranks))
-        found.append(_one(group if labels else OBJECTIVE, odd, "labels" if labels else "loss", message, event.step))
+        found.append(_one(group, odd, "labels" if group == "labels" else "loss", message, event.step))
     return tuple(found)
 
 

@@ -118,6 +118,7 @@ class Code(Generic[T]):
     autocast: T = _0
     counters: T = _0  # 1 + the largest step counter of the optimizers
     objective: T = _0  # operations between the loss and what backward begins with
+    loss_inputs: T = _0  # the script's own numbers in what the losses are made of, such as a temperature
     label_places: T = _0  # where labels come from, see :mod:`ds_silent.capture.label_places`
     picked: T = _0  # rows of the data set that a sampler deals to the ranks
     hooks: T = _0  # the script's own on gradients, where one has changed a gradient here

@@ -15,6 +15,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +68,7 @@ class AutoAttach:
         patches.add(register_optimizer_step_pre_hook(self._stepping))
         patches.wrap_method(DistributedDataParallel, "__init__", self._ddp_made)
         patches.wrap_method(DistributedDataParallel, "__call__", self._called)
+        patches.wrap_method(DistributedDataParallel, "forward", self._forward)
         patches.around(dist, "destroy_process_group", self._process_group_ends)
         patches.after_import("torch.distributed.fsdp", self._watch_fsdp2)
         patches.after_import("megatron.core.distributed.data_parallel_base", self._watch_megatron)
@@ -140,6 +142,11 @@ class AutoAttach:
             return original(module, *args, **kwargs)
         finally:
             self._forward_runs = False
+
+    def _forward(self, original: Callable[..., Any], ddp: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a forward that the script calls past ``__call__``, ``ddp.forward(x)``, through it."""
+        straight = not self._forward_runs and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return (ddp if straight else partial(original, ddp))(*args, **kwargs)
 
     def _look_at(self, module: nn.Module) -> None:
         """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""

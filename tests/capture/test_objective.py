@@ -127,6 +127,37 @@ def test_the_weight_of_a_label_is_what_the_formula_says(name: str) -> None:
     assert torch.equal(logits.grad, plain.grad)  # type: ignore[arg-type]
 
 
+OTHER_LABELS = torch.full((ROWS, CLASSES), 1 / CLASSES)
+SCALED = {
+    "none": (lambda x: F.cross_entropy(x, TARGETS), "none"),
+    "a temperature": (lambda x: F.cross_entropy(x / 2.0, TARGETS), "NllLossBackward0 (mean) > DivBackward0 x 0.5"),
+    "of a distillation": (
+        lambda x: 4 * F.kl_div(F.log_softmax(x / 2.0, -1), OTHER_LABELS, reduction="batchmean"),
+        "MulBackward0 > DivBackward0 x 0.5",
+    ),
+    "of the second term": (
+        lambda x: F.cross_entropy(x, TARGETS) + F.mse_loss(x.float().mul(0.1).view(-1), torch.zeros(ROWS * CLASSES)),
+        "MseLossBackward0 (mean) > MulBackward0 x 0.1",
+    ),
+    "of two": (
+        lambda x: F.binary_cross_entropy_with_logits(30.0 * x.flatten() / 7.0, torch.zeros(ROWS * CLASSES)),
+        "BinaryCrossEntropyWithLogitsBackward0 (mean) > DivBackward0 x 0.142857 > MulBackward0 x 30",
+    ),
+    "within a layer": (lambda x: F.cross_entropy((x * 3.0).relu(), TARGETS), "none"),
+    "of a tensor": (lambda x: F.cross_entropy(x * torch.tensor(3.0), TARGETS), "none"),
+    "of a fused loss": (lambda x: _Two.apply(x.sum(), x.sum())[0], "none"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_scripts_own_numbers_in_what_a_loss_is_made_of_are_read(name: str) -> None:
+    loss, expected = SCALED[name]
+    objective = LocalObjective()
+    assert objective.inputs == ""
+    _backward(objective, loss(_logits()))
+    assert objective.inputs == expected
+
+
 def test_micro_batches_add_up_and_another_models_backward_does_not_count() -> None:
     objective = LocalObjective()
     for reached in (True, False, True):

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from ds_silent.capture.objective import MOST_TURNS, UNCHANGED, SameObjective
+from ds_silent.capture.same_objective import MOST_TURNS, UNCHANGED, SameObjective
+from ds_silent.exchange.observation import Gathered
 from tests.support.made_observations import gathered_of
+
+TEMPERATURE = "code.loss_inputs"
 
 
 def _step(same: SameObjective, ranks: int = 3, **columns: list[float]) -> SameObjective:
     """One observation more; what is not given is the same on all ranks."""
+    return same.of(_gathered(ranks, **columns))
+
+
+def _gathered(ranks: int = 3, **columns: list[float]) -> Gathered:
     given = {"code.objective": [7.0] * ranks, "loss.tokens": [0.0] * ranks}
     given |= {f"objective.{name}": [1.0] * ranks for name in ("known", "labels", "factor", "reduction", "count")}
     given |= {key if "." in key else f"objective.{key}": values for key, values in columns.items()}
-    return same.of(gathered_of(1, ranks, **given))
+    return gathered_of(1, ranks, **given)
 
 
 def test_another_chain_is_a_fact_and_an_unknown_one_is_none() -> None:
@@ -74,6 +81,22 @@ def test_other_terms_and_class_weights_are_told_once_they_have_stayed() -> None:
             assert same.parts is None, step
             same = _step(same, **{column: [5.0, 6.0, 5.0]})
         assert same.parts == ((0, 2), (1,))
+
+
+def test_another_temperature_is_told_once_it_has_stayed_whatever_the_factors() -> None:
+    """Of a distillation the factor is 1 over the selected tokens, which change: once nothing was told in 22 steps."""
+    factors, same = SameObjective(), SameObjective()
+    for step in range(UNCHANGED):
+        assert (factors.parts, same.parts) == (None, None), step
+        known = _gathered(factor=[0.1 / (90 + step), 0.1 / (80 + step % 3), 0.1 / 70], **{TEMPERATURE: [5.0, 6.0, 5.0]})
+        factors, same = factors.of(known), same.of_inputs(known)
+    assert (factors.parts, same.parts) == (None, ((0, 2), (1,)))
+    assert same.of_inputs(_gathered(**{TEMPERATURE: [5.0] * 3})).parts is None
+    assert same.of_inputs(_gathered(**{TEMPERATURE: [5.0, 0.0, 6.0]})).parts is None  # of one it is not known
+    same = SameObjective()
+    for step in range(3 * UNCHANGED):  # a number that comes from the rows
+        same = same.of_inputs(_gathered(**{TEMPERATURE: [5.0, 6.0 + step, 5.0]}))
+        assert same.parts is None, step
 
 
 def test_ranks_that_differ_each_time_anew_do_so_by_design() -> None:

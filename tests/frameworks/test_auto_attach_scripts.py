@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -99,6 +100,44 @@ def test_an_optimizer_that_deals_parameters_to_ranks_is_one(tmp_path: Path) -> N
     assert (status, len(observed)) == (0, 2), wrong
     assert observed[0] == observed[1]
     check(tmp_path / "run", 4)
+
+
+PAST_CALL = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+if sys.argv[1:]:
+    import ds_silent
+    ds_silent.attach(model, optimizer=optimizer, config={"output_dir": "run", "tensorboard": False})
+torch.manual_seed(dist.get_rank())
+for step in range(3):
+    with torch.no_grad():
+        model.forward(torch.randn(4, 8))
+    (model if step == 1 else model.forward)(torch.randn(4, 8)).square().mean().backward()  # DDP reduces either way
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"trained {sum(p.detach().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_forward_that_is_called_past_the_hooks_is_observed(tmp_path: Path) -> None:
+    """Barlow Twins and VICReg: once nothing was observed, and its gradients were said not to be reduced."""
+    status, plain, wrong = run(tmp_path, PAST_CALL, "train.py")
+    assert status == 0, wrong
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    for arguments in (ours, ["train.py", "attach"]):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        status, observed, wrong = run(tmp_path, PAST_CALL, *arguments)
+        assert (status, observed) == (0, plain), wrong
+        check(tmp_path / "run", 4)
 
 
 def test_an_optimizer_of_a_copy_is_told_while_it_steps(tmp_path: Path) -> None:

@@ -246,6 +246,15 @@ def class_weights(target: Target, me: int) -> Injection:
     return other_loss("weight", weights, target, me)
 
 
+def temperature(target: Target, me: int) -> Injection:
+    """The logits are divided by ``size``."""
+
+    def divided(head: nn.Module, given: Any, logits: Tensor) -> Tensor:
+        return logits / target.size
+
+    return _before(lambda module: module.get_submodule("head").register_forward_hook(divided))
+
+
 class HiddenFactor(torch.autograd.Function):
     """A factor that no graph shows, as of a fused loss."""
 
