@@ -93,6 +93,7 @@ class StepCounts:
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
     partly: bool = False  # some of its optimizers stepped, others did not
+    cleared: int = 0  # times that the script cleared gradients of the step under way, which nothing had reduced yet
     rows_of_step: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this rank: of the data, and of its forwards
 
     @property
@@ -120,7 +121,7 @@ class StepCounts:
         of_data, rows = self.rows_of_step()
         self.taken, self.rows = self.taken + 1, self.rows + of_data * self.data_ranks
         self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
-        self.skipped, self.left_out, self.partly = skipped, left_out, partly
+        self.skipped, self.left_out, self.partly, self.cleared = skipped, left_out, partly, 0
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""

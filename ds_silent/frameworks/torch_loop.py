@@ -14,7 +14,7 @@ first optimizer is about to step, and ends when all have stepped or the next tra
   a reduced gradient before any optimizer has stepped, the script leaves a step out: it ends there, so that no rank
   waits for another's observation. A GAN's generator runs its backward through the discriminator, whose optimizer does
   not step on it. So a backward over a gradient that was not cleared since the last step is dropped from the observation
-  if ``zero_grad`` comes next: it was no step.
+  if ``zero_grad`` comes next: it was no step. So are micro-batches that are cleared before they were reduced.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class TorchLoop:
         self._hooked.append(optimizer)
         self._patches.hook(optimizer.register_step_pre_hook, self._applying)
         self._patches.hook(optimizer.register_step_post_hook, self._applied)
-        self._patches.around(optimizer, "zero_grad", self._clearing)
+        self._patches.around(optimizer, "zero_grad", partial(self._clearing, optimizer))
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take an optimizer that the observer was not given, as the training's: it steps the same parameters.
@@ -254,22 +254,22 @@ class TorchLoop:
     def _module_clearing(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Follow ``zero_grad`` of our module or of one around it."""
         if torch_common.contains(module, self._module):
-            self._clearing()
+            self._clearing(None)
         return original(module, *args, **kwargs)
 
-    def _clearing(self, *args: Any, **kwargs: Any) -> None:
-        """End a step that no optimizer began, or drop a backward that was no step: its gradients go."""
-        if self._stepped is None and self._accumulated and self._uncleared:
-            self._drop()
+    def _clearing(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """End a step that no optimizer began, or drop what is to be of none: its gradients go; None: all of them."""
+        unreduced = self._accumulated and not self._reduced
+        unreduced = unreduced and (optimizer is None or self._ids <= parameters_of_optimizer(optimizer))
+        if self._stepped is None and (unreduced or (self._accumulated and self._uncleared)):
+            self._counts.cleared += not self._uncleared
+            self._accumulated = self._reduced = False
+            self._came.clear()
+            self._moments.on_gradient_dropped()
         elif self._stepped is None and self._reduced:
             self._begin_to_end()
             self._ended(left_out=True)
         self._uncleared = False
-
-    def _drop(self) -> None:
-        self._accumulated = self._reduced = False
-        self._came.clear()
-        self._moments.on_gradient_dropped()
 
     def _ended(self, skipped: bool = False, left_out: bool = False) -> None:
         """End the step, if one was ending."""

@@ -9,6 +9,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
+from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
@@ -21,7 +22,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     if not (config.rules and config.detectors.enabled):
         return []
     rules: list[Rule] = [
-        kind(framework) for kind in (RateRule, BatchContents, TrainingMode, GatheredWeights, TiedWeights)
+        kind(framework)
+        for kind in (RateRule, BatchContents, TrainingMode, ClearedGradients, GatheredWeights, TiedWeights)
     ]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves

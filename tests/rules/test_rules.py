@@ -11,12 +11,13 @@ from ds_silent.config import SilentConsistencyConfig, parse
 from ds_silent.rules import rules_of
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.causal_probe import CausalProbe
+from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
 
-ALWAYS = [RateRule, BatchContents, TrainingMode, GatheredWeights, TiedWeights]
+ALWAYS = [RateRule, BatchContents, TrainingMode, ClearedGradients, GatheredWeights, TiedWeights]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),

@@ -213,7 +213,7 @@ _GRADIENTS = (
     _objective("label-smoothing", one(once(partial(inputs.other_loss, "label_smoothing", 0.1))),
           "one rank smooths its labels", size=0.1, says=("MulBackward1 x 0.9",)),
     _objective("temperature", one(once(inputs.temperature)), "one rank divides its logits by a temperature",
-          size=1.5, says=("x 0.666667",), steps=40),
+          size=1.5, says=("x 0.666667",), steps=40, deterministic=False),  # it must have stayed
     *(_outlier(f"layer-scaled-{size:g}", one(from_on(inputs.scaled_layer)),
             f"one rank's gradient of one block is {size:g} times what it should be", size=size, says=("layers.3",),
             steps=steps)

@@ -1,0 +1,79 @@
+"""Micro-batches that are cleared before their step: what is told of real loops on two ranks, and what is meant so."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_silent
+from ds_silent.sinks.jsonl import read_events, read_metrics
+from tests.support.distributed import run_distributed
+
+STEPS, PARTS, ROWS = 6, 4, 8
+
+
+def _train(directory: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + dist.get_rank())
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for _ in range(STEPS):
+            batch = torch.randn(ROWS, 8)
+            for part in range(PARTS):
+                if kind != "the same batch":
+                    batch = torch.randn(ROWS, 8)
+                if kind != "healthy":
+                    model.zero_grad() if kind == "by the model" else optimizer.zero_grad()
+                if kind == "other weights" and part:
+                    with torch.no_grad():
+                        next(model.parameters()).mul_(0.9)
+                with contextlib.nullcontext() if part == PARTS - 1 or kind == "reduced" else model.no_sync():
+                    (model(batch).square().mean() / PARTS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+KINDS = ("healthy", "fault", "by the model", "the same batch", "other weights")
+
+
+def _each(directory: str) -> None:
+    for kind in KINDS:
+        _train(f"{directory}/{kind}", kind)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cleared")
+    run_distributed(_each, 2, (str(directory),))
+    return directory
+
+
+def _told(directory: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(directory / "events.jsonl") if event["severity"] != "info"]
+
+
+@pytest.mark.parametrize("kind", ["fault", "by the model"])
+def test_micro_batches_that_are_cleared_are_told_at_the_third_step(kind: str, runs: Path) -> None:
+    """Once "no fault was seen", and the records counted the labels of all micro-batches."""
+    [event] = _told(runs / kind)
+    assert (event["kind"], event["severity"], event["where"]) == ("update-mismatch", "warning", "zero_grad")
+    assert (event["step"], event["ranks"]) == (3, [])
+    assert "since step 1: 3 micro-batches of each step are trained for nothing" in event["message"]
+    objectives = [record["objective"] for record in read_metrics(runs / kind / "metrics.jsonl")]
+    assert [(one["labels"], one["weight_sum"]) for one in objectives] == [(2 * ROWS, 1 / PARTS)] * STEPS
+
+
+@pytest.mark.parametrize("kind", ["healthy", "the same batch", "other weights"])
+def test_what_is_meant_so_is_silent(kind: str, runs: Path) -> None:
+    """SAM takes a batch twice, with other weights the second time."""
+    assert _told(runs / kind) == []
+    labels = [record["objective"]["labels"] for record in read_metrics(runs / kind / "metrics.jsonl")]
+    assert labels == [2 * ROWS * (PARTS if kind == "healthy" else 1)] * STEPS
