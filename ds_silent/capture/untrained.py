@@ -24,6 +24,7 @@ from ds_silent.framework import Framework
 from ds_silent.records import EventKind, Severity
 
 SHOWN_PARAMETERS = 3
+LOOKS, ELEMENTS = 8, 64  # measured steps, and elements of each parameter, see Untrained._no_copies
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class Untrained:
         self._unreduced: list[int] = []  # places of parameters, whether or not a gradient has come
         self._unheld: list[int] = []
         self._came: set[int] = set()
+        self._masters: list[Tensor] = []  # what optimizers hold that the module has not
+        self._first: Tensor | None = None  # some elements of the parameters that may be copies of those
+        self._looks, self._written = 0, False  # at these elements; whether they have changed
 
     def look(self, flags: bytes) -> Missed:
         """Return what has had a gradient, between a step's reduction and its optimizer."""
@@ -78,7 +82,25 @@ class Untrained:
         self._came |= {place for place in suspects if self._parameters[place].grad is not None}
         unreduced = [place for place in self._unreduced if place in self._came]
         unheld = [place for place in self._unheld if place in self._came and place not in unreduced]
+        unheld = self._no_copies(unheld)
         return Missed(tuple(self._names[place] for place in unreduced), tuple(self._names[place] for place in unheld))
+
+    def _no_copies(self, places: list[int]) -> list[int]:
+        """Leave out the parameters that the script may write from masters: tensors of their shapes in its optimizers.
+
+        Where none of them has changed after ``LOOKS`` measured steps they are none. Each of these looks waits for the
+        device.
+        """
+        shapes = {master.shape for master in self._masters}
+        plain = [place for place in places if type(self._parameters[place]) in (Tensor, torch.nn.Parameter)]
+        copies = [place for place in plain if self._parameters[place].shape in shapes]
+        if copies and not self._written and self._looks < LOOKS:
+            values = [self._parameters[place].detach().reshape(-1)[:ELEMENTS].float() for place in copies]
+            now, self._looks = torch.cat(values), self._looks + 1
+            before, self._first = self._first, now if self._first is None else self._first
+            self._written = before is not None and (len(before) != len(now) or not torch.equal(before, now))
+        stay = not self._written and self._looks == LOOKS
+        return [place for place in places if stay or place not in copies]
 
     def _compare(self, flags: bytes, groups: list[list[Tensor]]) -> None:
         assert self._framework is not None
@@ -86,6 +108,8 @@ class Untrained:
         reduced, held = self._framework.reduced_ids(), {id(parameter) for group in groups for parameter in group}
         unreduced = [] if reduced is None else [p for p in trainable if id(self._parameters[p]) not in reduced]
         unheld = [place for place in trainable if id(self._parameters[place]) not in held]
+        own = set(map(id, self._parameters))
+        self._masters = [parameter for group in groups for parameter in group if id(parameter) not in own]
         if unreduced or unheld:
             in_others, held_by_others = _others(self._framework.wrapper)
             unreduced = [place for place in unreduced if id(self._parameters[place]) not in in_others]

@@ -164,7 +164,7 @@ class AutoAttach:
                 f"the script trains a {kind}, but no optimizer of its parameters was made "
                 f"{'by get_megatron_optimizer ' if is_megatron(module) else ''}before its forward; "
                 "make it of the parameters of the very model that is wrapped, not of one that was copied, converted or "
-                "loaded anew; if the script steps them itself call ds_silent.attach in it"
+                "loaded anew; if the script steps them itself, or masters of them, call ds_silent.attach in it"
             )
 
     def _trained(self, module: nn.Module) -> tuple[Any, Any]:

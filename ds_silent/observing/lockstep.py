@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_silent.distributed.parts import outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
-from ds_silent.records import Event, EventKind
+from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import TORCH, Words
 
 EXACT = 1 << 24  # whole numbers below it are exact in fp32
@@ -119,7 +119,9 @@ _STOPS = {  # by the word that a rank has sent, the worst first: what is said of
         "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up.",
     ),
     ASTRAY: (
-        "At step {step} gradients were reduced on {ranks} without a step after it; all stop observing.",
+        "At step {step} gradients were reduced on {ranks} without a step after it, and not on the others: a step was "
+        "left out there, or a backward came twice, and what the ranks reduce or apply does not belong together any "
+        "more; all stop observing.",
         "Call {call} after every backward, on every rank.",
     ),
     LEFT: (
@@ -134,7 +136,8 @@ def stop_event(step: int, failed: list[float], words: Words) -> Event:
     code = next((code for code in _STOPS if code in failed), LEFT)
     ranks = tuple(rank for rank, word in enumerate(failed) if word == code)
     message, remedy = (text.format(ranks=ranks_of(ranks), step=step, call=words.step) for text in _STOPS[code])
-    return Event(step, "observer-off", "warning", ranks, None, None, None, message, remedy)
+    severity: Severity = "error" if code == ASTRAY else "warning"
+    return Event(step, "observer-off", severity, ranks, None, None, None, message, remedy)
 
 
 def out_of_sync_event(step: int, boundaries: list[float]) -> Event:

@@ -145,6 +145,9 @@ def _what(group: EventGroup, run: RunRecords) -> str:
     one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = "What the optimizer applied is not the reduced gradient"
+    elif group.kind == "observer-off" and group.severity == "error" and who:
+        verb = "are" if group.total > 1 else "is"
+        return f"{who} {verb} out of step with the rest, and nothing is known after that"
     elif group.where == "hooks on gradients":
         return "A hook changes gradients on some ranks alone" + (f" ({who[0].lower()}{who[1:]})" if who else "")
     elif group.kind == "zero-gradient" and group.where == "parameters":

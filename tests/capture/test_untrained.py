@@ -266,3 +266,38 @@ def known_parameters() -> dict[str, bool]:
 def test_which_parameters_a_reducer_has() -> None:
     found = run_distributed(known_parameters, 2)[0]
     assert all(found.values()), found
+
+
+def train_by_masters(directory: str) -> list[list[tuple[int, str, str]]]:
+    """The optimizer holds fp32 copies of bf16 weights, which the script writes back, or forgets to."""
+    told = []
+    for kind, rate in (("written", 1e-3), ("written in small steps", 1e-5), ("written as data", 1e-3), ("not", 1e-3)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16())
+        weights = list(model.parameters())
+        masters = [weight.detach().float().requires_grad_() for weight in weights]
+        optimizer = torch.optim.AdamW(masters, lr=rate)
+        torch.manual_seed(1 + dist.get_rank())
+        config = {"output_dir": f"{directory}/{kind}", "tensorboard": False}
+        with ds_silent.observe(model, optimizer, config=config):
+            for _ in range(12):
+                model(torch.randn(4, WIDTH).bfloat16()).float().square().mean().backward()
+                for master, weight in zip(masters, weights, strict=True):
+                    assert weight.grad is not None
+                    master.grad = weight.grad.float()
+                optimizer.step()
+                model.zero_grad()
+                for master, weight in zip(masters, weights, strict=True):
+                    if kind != "not":
+                        with torch.no_grad():
+                            (weight.data if kind == "written as data" else weight).copy_(master)
+        events = read_events(Path(directory, kind, "events.jsonl"))
+        told.append([(e["step"], e["kind"], e["severity"]) for e in events if e["severity"] != "info"])
+    return told
+
+
+def test_weights_that_a_script_writes_from_masters_are_trained(tmp_path: Path) -> None:
+    """Once a warning at step 1: nothing trains what the script calls trainable."""
+    *written, forgotten = run_distributed(train_by_masters, 2, (str(tmp_path),))[0]
+    assert written == [[], [], []]
+    assert forgotten == [(8, "update-mismatch", "warning")]

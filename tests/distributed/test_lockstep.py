@@ -205,6 +205,7 @@ def test_what_ranks_say_of_themselves() -> None:
         _, event = Lockstep(1).read(gathered(failed=failed, step=steps, boundary=boundaries))
         assert event is not None
         assert (event.kind, event.step, event.ranks) == ("observer-off", 7, ranks)
+        assert event.severity == ("error" if ASTRAY in failed else "warning")
         assert word in event.message
     for step, boundary, ranks, kind in (
         ([7.0, 8.0, 7.0], boundaries, (1,), "config-mismatch"),
