@@ -29,6 +29,7 @@ from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
 from ds_silent.frameworks.attach import attach, is_megatron
+from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
@@ -151,6 +152,8 @@ class AutoAttach:
     def _look_at(self, module: nn.Module) -> None:
         """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""
         kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            end_former(module)  # and with it its optimizer
         held, optimizer = self._trained(module)
         if observer_of(module) is not None:
             self._seen.add(module)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +34,7 @@ from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_r
 from ds_silent.frameworks.torch_loop import TorchFramework
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
-from ds_silent.observing.observe import Given
+from ds_silent.observing.observe import Given, observer_of
 from ds_silent.observing.observer import Observer
 
 logger = logging.getLogger("ds_silent")
@@ -287,7 +288,10 @@ def attach_ddp(
     loader: Any = None,
     accumulation: int = 1,
 ) -> Observer | None:
-    """Observe a ``DistributedDataParallel`` training as :func:`ds_silent.attach` does."""
+    """Observe a ``DistributedDataParallel`` training as :func:`ds_silent.attach` does.
+
+    A wrapper of a module that is observed already takes the place of the former one, as where a stage unfreezes layers.
+    """
     if not isinstance(model, DistributedDataParallel):
         return idle_or_refused(
             model,
@@ -307,4 +311,20 @@ def attach_ddp(
             "the communication hook": hook_of(model),
         },
     )
-    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)
+    end_former(model)
+    observer = attach_wrapped(wrapped, optimizer, config, loader, accumulation)
+    if observer is not None:
+        _observers[model.module] = weakref.ref(observer)
+    return observer
+
+
+def end_former(model: DistributedDataParallel) -> None:
+    """Close the observer of another wrapper of the same module; what only that has held is no training's any more."""
+    former = _observers.get(model.module, lambda: None)()
+    if former is not None and not former.closed and observer_of(model) is None:
+        former.close()
+        gc.collect()
+
+
+_observers: weakref.WeakKeyDictionary[nn.Module, Callable[[], Observer | None]] = weakref.WeakKeyDictionary()
+"""Observers of the modules that are wrapped."""

@@ -140,6 +140,40 @@ def test_a_forward_that_is_called_past_the_hooks_is_observed(tmp_path: Path) -> 
         check(tmp_path / "run", 4)
 
 
+WRAPPED_ANEW = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+torch.manual_seed(dist.get_rank())
+for trains in (False, True):  # a second stage trains all layers
+    module[0].requires_grad_(trains)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(3):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"trained {sum(p.detach().double().sum() for p in module.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+
+
+def test_a_module_that_is_wrapped_anew_is_another_training(tmp_path: Path) -> None:
+    """Once the first stage's observer went on beside the second one's, with the norm of its own parameters alone."""
+    status, plain, wrong = run(tmp_path, WRAPPED_ANEW, "train.py")
+    assert status == 0, wrong
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, observed, wrong = run(tmp_path, WRAPPED_ANEW, *ours)
+    assert (status, observed) == (0, plain), wrong
+    for directory in (tmp_path / "run", tmp_path / "run" / "run-2"):
+        check(directory, 4)
+
+
 def test_an_optimizer_of_a_copy_is_told_while_it_steps(tmp_path: Path) -> None:
     status, _, wrong = run(tmp_path, OF_A_COPY, "-m", "ds_silent", "train.py")
     assert status == 0, wrong
