@@ -84,7 +84,10 @@ class Words:
     begin: str = "ds_silent.attach"  # what every rank must call
     step: str = "optimizer.step()"  # what must follow a backward
     another_reduction: str = "try another torch version"  # where gradients are reduced wrongly
-    not_reduced: str = "Call the wrapper itself in every training forward, not its .module"  # what to do first
+    not_reduced: str = (  # what to do first
+        "Call the wrapper itself in every training forward, not its .module; where layers were frozen behind it wrap "
+        "the module anew, or with find_unused_parameters=True"
+    )
     not_synchronised: str = (
         "Run the last backward of each step, and of a short last window, outside of no_sync(); where the script "
         'averages weights instead of gradients, set "integrity": {"aggregation": false, "replica_interval": 0}'

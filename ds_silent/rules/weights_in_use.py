@@ -189,7 +189,8 @@ class TiedWeights(Rule):
         promised = [getattr(one, "tie_word_embeddings", False) is True for one in (config, text)]
         if not (all(promised) and getattr(model, "_tied_weights_keys", None)):
             return ()
-        first, last = (_trained_weight(model, f"get_{end}_embeddings") for end in ("input", "output"))
+        first = _trained_weight(model, "get_input_embeddings", nn.Embedding)
+        last = _trained_weight(model, "get_output_embeddings", nn.Linear)
         if first is None or last is None or first is last or first.shape != last.shape:
             return ()
         names = {id(held): name for name, held in model.named_parameters()}
@@ -206,9 +207,11 @@ class TiedWeights(Rule):
         return (Breach("tied", "update-mismatch", "warning", where, message, remedy, step),)
 
 
-def _trained_weight(model: nn.Module, getter: str) -> Tensor | None:
+def _trained_weight(model: nn.Module, getter: str, kind: type[nn.Module]) -> Tensor | None:
+    """Return the weight of an embedding, and of no adapter in its place, whose own is another matter."""
     try:
-        weight = getattr(getattr(model, getter)(), "weight", None)
+        held = getattr(model, getter)()
     except Exception:  # not every model has one
         return None
+    weight = held.weight if isinstance(held, kind) else None
     return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None

@@ -33,6 +33,14 @@ def untied(model: nn.Module) -> nn.Module:
     return model
 
 
+class Adapter(nn.Module):
+    """A trained addition to an embedding, of its shape."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.weight = base, nn.Parameter(torch.zeros_like(base.weight))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert-lm", "t5", "llama"])
 def test_embeddings_that_a_configuration_ties_are_one_parameter(kind: str) -> None:
     model = model_of(kind, tie_word_embeddings=True)
@@ -54,6 +62,11 @@ def test_what_is_apart_by_design_is_silent() -> None:
     frozen.get_output_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
     assert found(frozen) == []
     assert found(nn.Linear(2, 2)) == []
+    adapted: Any = model_of("llama", tie_word_embeddings=True).requires_grad_(False)
+    for end in ("input", "output"):
+        base = getattr(adapted, f"get_{end}_embeddings")()
+        getattr(adapted, f"set_{end}_embeddings")(Adapter(base))
+    assert found(adapted) == []
 
 
 def trained(directory: str, apart: bool) -> bool:
