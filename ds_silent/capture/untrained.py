@@ -97,8 +97,9 @@ class Untrained:
         if copies and not self._written and self._looks < LOOKS:
             values = [self._parameters[place].detach().reshape(-1)[:ELEMENTS].float() for place in copies]
             now, self._looks = torch.cat(values), self._looks + 1
-            before, self._first = self._first, now if self._first is None else self._first
-            self._written = before is not None and (len(before) != len(now) or not torch.equal(before, now))
+            if self._first is None or len(self._first) != len(now):  # at the first look, and where others are meant
+                self._first = now
+            self._written = not torch.equal(self._first, now)
         stay = not self._written and self._looks == LOOKS
         return [place for place in places if stay or place not in copies]
 
