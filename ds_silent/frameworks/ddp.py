@@ -181,7 +181,6 @@ class DDPFramework(TorchFramework):
             checks=checks,
         )
         self._ddp = ddp
-        self._called = False  # its hooks have run, and its forward comes next
         self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
         self.reads_together, self._graph_task = reduces_copies(ddp), -1  # outside of a backward
 
@@ -204,8 +203,8 @@ class DDPFramework(TorchFramework):
         return {**found, "communication hook": Setting(hook or "none", "yours" if hook else "default")}
 
     def connect(self, moments: Moments) -> None:
-        self.patches.hook(self._ddp.register_forward_pre_hook, partial(self._forward_begins, moments.guard))
-        self.patches.wrap_method(DistributedDataParallel, "forward", self._forward)
+        # of the module inside, whose hooks ddp.forward(x) runs, too
+        self.patches.hook(self.module.register_forward_pre_hook, partial(self._refuse_join, moments.guard))
         super().connect(replace(moments, on_gradient=partial(self._gradient, moments)))
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             self.patches.wrap(self._ddp, name, self._hook_registered)
@@ -267,15 +266,9 @@ class DDPFramework(TorchFramework):
             self.loop.reduction_ended()
         return result
 
-    def _forward(self, original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a forward that the script calls past its hooks, ``ddp.forward(x)``, with them."""
-        straight, self._called = ddp is self._ddp and not self._called, False
-        return ddp(*args, **kwargs) if straight else original(ddp, *args, **kwargs)
-
-    def _forward_begins(self, guard: CollectiveGuard, *_: Any) -> None:
+    def _refuse_join(self, guard: CollectiveGuard, *_: Any) -> None:
         """Inside ``ddp.join()`` a rank without rows shadows the others' reductions and takes no step: whoever exchanged
         something there would wait for it. Read is ``_join_config`` (torch 2.4 to 2.13)."""
-        self._called = True
         if self._ddp._join_config.enable and torch.is_grad_enabled():
             guard.fail(UnevenInputsError("inside DistributedDataParallel.join() nothing is observed"))
 
