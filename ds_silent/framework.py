@@ -118,10 +118,15 @@ class StepCounts:
 
     def take(self, skipped: bool, left_out: bool = False, partly: bool = False) -> None:
         """Count the step that ends, taken or left out, and its rows on each rank."""
-        of_data, rows = self.rows_of_step()
-        self.taken, self.rows = self.taken + 1, self.rows + of_data * self.data_ranks
-        self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
+        self.take_rows()
+        self.taken += 1
         self.skipped, self.left_out, self.partly, self.cleared = skipped, left_out, partly, 0
+
+    def take_rows(self) -> None:
+        """Count the rows of the step under way."""
+        of_data, rows = self.rows_of_step()
+        self.rows += of_data * self.data_ranks
+        self.last_rows = rows or self.last_rows  # a further backward of the same forward has the same rows
 
     def state_dict(self) -> dict[str, int]:
         """Return what goes with the observer's state: JSON values; nothing where the framework keeps it."""
@@ -283,14 +288,7 @@ class Framework:
         """
         own = coarsest(parameter.dtype for parameter in self.parameters)
         return Arithmetic(
-            own,
-            before=2,
-            accumulation=own,
-            applied=own,
-            norm=own,
-            elements=elements,
-            width=width,
-            handed_unscaled=True,
+            own, before=2, accumulation=own, applied=own, norm=own, elements=elements, width=width, handed_unscaled=True
         )
 
     def is_boundary(self) -> bool:

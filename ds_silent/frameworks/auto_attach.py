@@ -15,7 +15,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -147,7 +146,7 @@ class AutoAttach:
     def _forward(self, original: Callable[..., Any], ddp: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a forward that the script calls past ``__call__``, ``ddp.forward(x)``, through it."""
         straight = not self._forward_runs and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return (ddp if straight else partial(original, ddp))(*args, **kwargs)
+        return ddp(*args, **kwargs) if straight else original(ddp, *args, **kwargs)
 
     def _look_at(self, module: nn.Module) -> None:
         """Attach, where somebody steps its parameters. The same on every rank of its group, as the forward is."""

@@ -174,9 +174,8 @@ class Publisher:
             return
         if (boundary := _boundary_of(known)) not in self._early:
             self._early.add(boundary)  # first: a callback may publish
-            if closed and boundary not in self._contexts:  # the step has not ended, and will not
-                counts = self._capture.framework.counts  # some of its optimizers may have stepped, or one has raised
-                counts.rows += counts.rows_of_step()[0] * counts.data_ranks
+            if closed and boundary not in self._contexts:  # the step has not ended, and will not: an optimizer has
+                self._capture.framework.counts.take_rows()  # raised, or some have not stepped
                 self.cut_short(boundary)
             self._write(arrived, None, wait=self._replicas.differ(known))
         if closed and self.recorder.writes:  # no rank is asked any more what it is that differs

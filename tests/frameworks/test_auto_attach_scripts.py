@@ -45,13 +45,19 @@ dist.destroy_process_group()
 """
 
 
-def test_a_rank_may_evaluate_alone_before_the_first_step(tmp_path: Path) -> None:
-    """DDP's forwards broadcast buffers: the other rank's first training forward is what that evaluation waits for."""
-    status, plain, wrong = run(tmp_path, EVALUATES, "train.py")
+def trained_alike(tmp_path: Path, script: str, **variables: str) -> list[str]:
+    """Run a script as it is and under ``-m ds_silent``, with equal weights at the end; return what it printed."""
+    status, plain, wrong = run(tmp_path, script, "train.py")
     assert status == 0, wrong
     ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
-    status, observed, wrong = run(tmp_path, EVALUATES, *ours, DS_SILENT_TIMEOUT="60")
+    status, observed, wrong = run(tmp_path, script, *ours, **variables)
     assert (status, observed) == (0, plain), wrong
+    return plain
+
+
+def test_a_rank_may_evaluate_alone_before_the_first_step(tmp_path: Path) -> None:
+    """DDP's forwards broadcast buffers: the other rank's first training forward is what that evaluation waits for."""
+    trained_alike(tmp_path, EVALUATES, DS_SILENT_TIMEOUT="60")
     check(tmp_path / "run", 4)
 
 
@@ -130,14 +136,12 @@ dist.destroy_process_group()
 
 def test_a_forward_that_is_called_past_the_hooks_is_observed(tmp_path: Path) -> None:
     """Barlow Twins and VICReg: once nothing was observed, and its gradients were said not to be reduced."""
-    status, plain, wrong = run(tmp_path, PAST_CALL, "train.py")
-    assert status == 0, wrong
-    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
-    for arguments in (ours, ["train.py", "attach"]):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        status, observed, wrong = run(tmp_path, PAST_CALL, *arguments)
-        assert (status, observed) == (0, plain), wrong
-        check(tmp_path / "run", 4)
+    plain = trained_alike(tmp_path, PAST_CALL)
+    check(tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run")
+    status, observed, wrong = run(tmp_path, PAST_CALL, "train.py", "attach")
+    assert (status, observed) == (0, plain), wrong
+    check(tmp_path / "run", 4)
 
 
 WRAPPED_ANEW = """
@@ -165,11 +169,7 @@ dist.destroy_process_group()
 
 def test_a_module_that_is_wrapped_anew_is_another_training(tmp_path: Path) -> None:
     """Once the first stage's observer went on beside the second one's, with the norm of its own parameters alone."""
-    status, plain, wrong = run(tmp_path, WRAPPED_ANEW, "train.py")
-    assert status == 0, wrong
-    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
-    status, observed, wrong = run(tmp_path, WRAPPED_ANEW, *ours)
-    assert (status, observed) == (0, plain), wrong
+    trained_alike(tmp_path, WRAPPED_ANEW)
     for directory in (tmp_path / "run", tmp_path / "run" / "run-2"):
         check(directory, 4)
 

@@ -35,7 +35,7 @@ def _train(directory: str, kind: str) -> None:
                 if kind == "other weights" and part:
                     with torch.no_grad():
                         next(model.parameters()).mul_(0.9)
-                with contextlib.nullcontext() if part == PARTS - 1 or kind == "reduced" else model.no_sync():
+                with contextlib.nullcontext() if part == PARTS - 1 else model.no_sync():
                     (model(batch).square().mean() / PARTS).backward()
             optimizer.step()
             optimizer.zero_grad()
