@@ -83,7 +83,8 @@ class Mirror(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if opts is None or opts.reduceOp == SUM:
             for tensor in tensors:
-                tensor.mul_(self._size)
+                if tensor.is_floating_point():  # of whole numbers the observer sums texts, which one rank says
+                    tensor.mul_(self._size)
         return _ended(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:

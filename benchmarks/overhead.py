@@ -109,6 +109,8 @@ def observed(name: str, block: Block) -> Callable[..., Any]:
             folder = "".join(letter if letter.isalnum() else "-" for letter in name)
             made.append(attached(engine, {"output_dir": f"{settings.directory}/{folder}", **block}))
         yield made[0]._publisher.recorder.finish
+        if made[0].closed or not made[0]._steps.observing:
+            raise RuntimeError(f'"{name}" observes no more: its figures would be those of a plain training')
         made[0]._capture.close(ended=False)
 
     # of the observer: where nobody but it counts the steps (DDP, FSDP2), those of other variants are not in it

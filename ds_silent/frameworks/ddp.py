@@ -305,19 +305,20 @@ def attach_ddp(
         },
     )
     end_former(model)
-    observer = attach_wrapped(wrapped, optimizer, config, loader, accumulation)
-    if observer is not None:
-        _observers[model.module] = weakref.ref(observer)
-    return observer
+    _wrappers[model.module] = weakref.ref(model)
+    return attach_wrapped(wrapped, optimizer, config, loader, accumulation)
 
 
 def end_former(model: DistributedDataParallel) -> None:
     """Close the observer of another wrapper of the same module; what only that has held is no training's any more."""
-    former = _observers.get(model.module, lambda: None)()
-    if former is not None and not former.closed and observer_of(model) is None:
-        former.close()
+    former = _wrappers.get(model.module, lambda: None)()
+    observer = None if former is None or former is model else observer_of(former)
+    if observer is not None:
+        observer.close()
         gc.collect()
 
 
-_observers: weakref.WeakKeyDictionary[nn.Module, Callable[[], Observer | None]] = weakref.WeakKeyDictionary()
-"""Observers of the modules that are wrapped."""
+_wrappers: weakref.WeakKeyDictionary[nn.Module, Callable[[], DistributedDataParallel | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The wrapper of each module that was observed last."""

@@ -63,3 +63,27 @@ def test_a_run_says_how_far_it_is_and_ctrl_c_ends_it_with_what_is_known() -> Non
     table = out.decode()
     assert re.search(r"2 ranks x 1 thread, 20\.\d M parameters, fp32, ddp, .* pairs of steps", table)
     assert len(re.findall(r"(ds_silent, interval 10|plain again).*%.*%", table)) == 2
+
+
+MIRRORED = """
+import os, torch, torch.distributed as dist
+import mirror
+from ds_silent.preflight.comparison import EveryRank
+mirror.register()
+dist.init_process_group("mirror", store=dist.HashStore(), rank=0, world_size=8)
+everybody = EveryRank(dist.group.WORLD, torch.device("cpu"), lambda act: act())
+print(everybody.texts(["what one rank says", "and more"], [0, 0], 64))
+gradient = torch.ones(3)
+dist.all_reduce(gradient)
+print(gradient.tolist())
+"""
+
+
+def test_one_of_mirrored_ranks_reads_what_it_says_itself() -> None:
+    """A text travels as a sum to which the others add nothing; an observer that cannot read it ends."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
+    environment = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(
+        [sys.executable, "-c", MIRRORED], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout.splitlines() == ["['what one rank says', 'and more']", "[8.0, 8.0, 8.0]"], ended.stderr
