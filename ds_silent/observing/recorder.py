@@ -239,6 +239,11 @@ class Recorder:
             self._finished = self._wants_micro_batches, self._parted
             self._parted = False
 
+    def backward_begins(self) -> None:
+        """Judge what waits: the training's thread leaves Python for a while."""
+        if self._beside.task is not None:
+            self._beside.task.opens()
+
     def deliver(self) -> None:
         """Call the callbacks that wait, and wait for nothing."""
         self._beside.deliver()

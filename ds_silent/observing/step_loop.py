@@ -229,6 +229,11 @@ class StepLoop:
             asked = self._guard.agreed(self.replicas.take_due)
             self._respond(plan, step, asked, partial(self._responder.after_update, plan.step, asked))
 
+    def backward_begins(self, root: Any, own: bool = False) -> None:
+        """See :meth:`~ds_silent.capture.step.StepMoments.root`; and judge meanwhile."""
+        self._capture.moments.root(root, own)
+        self.publisher.recorder.backward_begins()
+
     def publish_early(self, closed: bool) -> None:
         """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
         for arrived in self._under_way() if self.observing else ():
@@ -302,7 +307,7 @@ def moments_of(capture: StepCapture, steps: StepLoop, save: Callable[[], None], 
         on_loss=partial(local, own.forwards.loss),
         on_loss_share=partial(local, own.forwards.share),
         on_loss_handed=partial(local, own.handed),
-        pre_backward=partial(local, own.root),
+        pre_backward=partial(local, steps.backward_begins),
         on_loss_scaled=partial(local, own.scaled),
         on_gradient=partial(local, own.gradient),
         is_measured=lambda: own.plan.measures,

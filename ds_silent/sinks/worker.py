@@ -50,6 +50,8 @@ WAIT = 2.0
 """Seconds that a step waits at most."""
 STUCK = 30.0
 """Seconds after which a call of a sink counts as one that may never return."""
+LATEST = 1.0
+"""Seconds after which a task begins that nobody has let begin."""
 PATIENT_FORK = 10.0
 """Seconds that a fork waits for a patient worker's entry."""
 _IDLE = 5.0  # seconds after which a thread without work ends; the next entry starts another one
@@ -94,6 +96,7 @@ class Worker:
     ) -> None:
         self.queues = list(queues)
         self.alone = False
+        self.opened = threading.Event()  # an entry may wait for it; nobody waits for an entry that does
         self._name, self._gone, self._patient = name, gone, patient
         self._kept: list[_Entry] | None = [] if keeps else None
         self._changed = threading.Condition()  # guards all that is here
@@ -141,6 +144,7 @@ class Worker:
 
     def drain(self) -> None:
         """Wait until everything is done but by what is stuck."""
+        self.opened.set()
         number = self._number
         self.wait(lambda: all(queue.stuck or queue.has_done(number) for queue in self.queues), math.inf)
 
@@ -241,6 +245,7 @@ class Worker:
 
     def pause(self) -> None:
         """Begin no entry from now on; wait for the one that is under way."""
+        self.opened.set()
         with self._changed:
             if not self.alone and self._thread is not threading.current_thread():  # else it is a sink that forks
                 self._forking = True
@@ -283,7 +288,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class OneTask:
-    """A thread that does one thing at a time; what breaks there is raised where it is waited for."""
+    """A thread that does one thing at a time; what breaks there is raised where it is waited for.
+
+    The thread runs Python, and so slows down the training's thread wherever that does the same. It begins when
+    :meth:`opens` is called, as a backward begins, or when somebody waits for it, or ``LATEST`` seconds later.
+    """
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name, [WorkQueue()], patient=True)
@@ -297,11 +306,18 @@ class OneTask:
     def begin(self, act: Callable[[], None]) -> None:
         """Begin behind what is under way, and wait for that; without a thread, do it."""
         self.wait()
+        self._worker.opened.clear()
         self._worker.put(lambda _: self._do(act))
         if self._worker.alone:
             self.wait()
 
+    def opens(self) -> None:
+        """Let what is under way begin."""
+        self._worker.opened.set()
+
     def _do(self, act: Callable[[], None]) -> None:
+        if not self._worker.alone:
+            self._worker.opened.wait(LATEST)
         try:
             act()
         except BaseException as error:

@@ -13,7 +13,7 @@ import pytest
 from ds_silent.sinks import worker as module
 from ds_silent.sinks.base import FanOut
 from ds_silent.sinks.jsonl import JsonlSink, read_event_records, read_records
-from ds_silent.sinks.worker import Background
+from ds_silent.sinks.worker import Background, OneTask
 from tests.sinks.example_records import empty_record, full_record
 from tests.sinks.recording import SLACK, Gate, Recorder, note, run_of, seconds_of
 
@@ -267,3 +267,31 @@ def test_the_files_are_those_that_the_caller_would_write(tmp_path: Path) -> None
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == files
     for path in (tmp_path / "caller").iterdir():
         assert path.read_bytes() == (tmp_path / "thread" / path.name).read_bytes()
+
+
+# -- one task ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lets", [OneTask.opens, OneTask.wait, lambda task: task._worker.pause()])
+def test_a_task_begins_when_it_may_or_somebody_waits_for_it(lets: Callable[[OneTask], None]) -> None:
+    task, done = OneTask("judges"), threading.Event()
+    task.begin(done.set)
+    assert not done.wait(0.3)
+    lets(task)
+    assert done.wait(5)
+    task.begin(done.clear)  # the next one waits anew
+    assert done.is_set()
+    task._worker.resume()
+    task.wait()
+    assert not done.is_set()
+    task.end()
+
+
+def test_a_task_that_nobody_lets_begin_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATEST", 0.2)
+    task, done = OneTask("judges"), threading.Event()
+    began = time.monotonic()
+    task.begin(done.set)
+    assert done.wait(5)
+    assert time.monotonic() - began >= 0.2
+    task.end()
