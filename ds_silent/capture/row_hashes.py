@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from ds_silent.maths.mixing import GOLDEN, mixed, signed
 
 _BESIDE = ("mask", "position", "edge_index")  # in the names of tensors that may have no rows, or others
+_KEPT = 1 << 16  # elements of a row whose keys are kept on the device: at most 8 MiB in all
 _HASH_BLOCK = 1 << 20  # elements hashed at once: bounds the int64 temporaries to a few times 8 MB
 
 
@@ -104,6 +106,8 @@ def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None, rows: int 
     rows = rows_of(given) if rows is None else rows
     present = mask.detach() != 0 if mask is not None and mask.ndim == 2 and mask.shape[0] == rows else None
     total = torch.zeros(rows, dtype=torch.int64, device=given[0].device)
+    place: Tensor | None
+    counts: Tensor | None
     for index, tensor in enumerate(tensor for tensor in given if tensor.shape[0] == rows):
         if present is not None and tensor.ndim >= 2 and tensor.shape[1] == present.shape[1]:
             inner = math.prod(tensor.shape[2:])
@@ -112,19 +116,32 @@ def row_hashes(tensors: Sequence[Tensor], mask: Tensor | None = None, rows: int 
             place = (numbers[:, :, None] * inner + offset).reshape(rows, -1)
             counts = present[:, :, None].expand(-1, -1, inner).reshape(rows, -1)
         else:
-            place = torch.arange(math.prod(tensor.shape[1:]), device=tensor.device)[None]
-            counts = None
+            place, counts = None, None
         bits = _bits(tensor)
-        repeats = bits.shape[1] // max(place.shape[1], 1)  # complex numbers have two words
-        salt = signed((index + 1) * GOLDEN)
+        elements = math.prod(tensor.shape[1:])
+        repeats = bits.shape[1] // max(elements, 1)  # complex numbers have two words
         columns = max(1, _HASH_BLOCK // max(rows, 1))
-        for begin in range(0, place.shape[1], columns):
+        for begin in range(0, elements, columns):
             part = slice(begin, begin + columns)
             for word in range(repeats):
-                key = mixed(place[:, part] * repeats + word + salt)
+                if place is None:
+                    made = _keys_of_places if elements <= _KEPT else _keys_of_places.__wrapped__
+                    key = made(begin, min(begin + columns, elements), repeats, word, index, tensor.device)
+                else:
+                    key = _keys(place[:, part], repeats, word, index)
                 value = mixed(bits[:, word::repeats][:, part].to(torch.int64) + key)
                 total += (value if counts is None else value * counts[:, part]).sum(1)
     return total
+
+
+def _keys(places: Tensor, repeats: int, word: int, index: int) -> Tensor:
+    return mixed(places * repeats + word + signed((index + 1) * GOLDEN))
+
+
+@lru_cache(maxsize=16)
+def _keys_of_places(begin: int, end: int, repeats: int, word: int, index: int, device: torch.device) -> Tensor:
+    """int64 (1, end - begin): the same in each step, so that they are made once."""
+    return _keys(torch.arange(begin, end, device=device)[None], repeats, word, index)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -234,8 +234,8 @@ def _differences(known: Gathered, objective: SameObjective, inputs: SameObjectiv
 
 def differing(code: Code[Tensor], kind: str) -> Parts | None:
     """Group the ranks by equal value, the largest part first; None where all are equal, or one is not known."""
-    values: Tensor = getattr(code, kind)
-    if not bool((values != 0).all()) or bool((values == values[0]).all()):
+    values = getattr(code, kind).numpy()  # ten times as fast as torch for so few
+    if not values.all() or (values == values[0]).all():
         return None
     return parts_of(values.tolist())
 

@@ -225,15 +225,16 @@ def pack(layout: Layout, observation: Observation, out: Tensor) -> Tensor:
 
 
 def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
-    """Fill ``out``, (layout.scalars,) fp32: one copy for what is known on the host, one for each value on a device."""
+    """Fill ``out``, (layout.scalars,) fp32: one copy for what is known on the host, and one for what is on a device."""
     values = _values(observation)
     out.zero_()
     scalars, squares, ids, hashes, rows, _, _ = torch.split(out, layout.scalar_parts)
     known = torch.tensor([value if type(value) is float else 0.0 for value in values], dtype=torch.float32)
     scalars.copy_(known, non_blocking=True)
-    for place, value in enumerate(values):
-        if type(value) is not float:  # isinstance of a Tensor is Python, once for each
-            scalars[place].copy_(value)
+    places = scalars.unbind()
+    there = [(place, value) for place, value in zip(places, values, strict=True) if type(value) is not float]
+    if there:  # isinstance of a Tensor is Python, once for each
+        torch._foreach_copy_([place for place, _ in there], [value for _, value in there])
     if observation.layer_squares is not None:
         squares.copy_(observation.layer_squares)
     if observation.ids is not None:

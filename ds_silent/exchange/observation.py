@@ -266,12 +266,12 @@ FIELDS = tuple(f"{name}.{one.name}" for name, group in GROUPS.items() for one in
 
 def on_all(flags: Tensor) -> bool:
     """Whether every rank says so."""
-    return bool((flags > 0).all())
+    return bool((flags.numpy() > 0).all())
 
 
 def on_any(flags: Tensor) -> bool:
     """Whether some rank says so."""
-    return bool((flags > 0).any())
+    return bool((flags.numpy() > 0).any())
 
 
 def replica_checksums(gathered: Gathered) -> Tensor | None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_silent.maths.mixing import GOLDEN, WORDS, mixed, signed, words_of
+from ds_silent.maths.mixing import GOLDEN, WORDS, mixed, shifts_of, signed, words_of
 
 Ids = npt.NDArray[np.int64]
 LIMB_BITS = 22  # fp32 holds integers below 2**24 exactly; three limbs hold 64 bits
@@ -152,11 +153,15 @@ def pack_ids(ids: Tensor, capacity: int, count: int | None = None) -> Tensor:
     """
     packed = torch.zeros(3 * capacity + 1, dtype=torch.float32, device=ids.device)
     kept = ids[:capacity].to(torch.int64)
-    for limb in range(3):
-        part = (kept >> (LIMB_BITS * limb)) & (_LIMB if limb < 2 else (1 << (64 - 2 * LIMB_BITS)) - 1)
-        packed[limb * capacity : limb * capacity + len(kept)].copy_(part)
+    limbs = (kept >> shifts_of(3, LIMB_BITS, ids.device)[:, None]) & _limb_masks(ids.device)[:, None]
+    packed[:-1].view(3, capacity)[:, : len(kept)].copy_(limbs)
     packed[-1].fill_(_counted(len(ids) if count is None else count))
     return packed
+
+
+@lru_cache(maxsize=8)
+def _limb_masks(device: torch.device) -> Tensor:
+    return torch.tensor([_LIMB, _LIMB, (1 << (64 - 2 * LIMB_BITS)) - 1], device=device)
 
 
 def unpack_ids(rows: Tensor, sampling: Sampling | None = None) -> StepIds:

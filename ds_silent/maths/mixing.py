@@ -43,7 +43,13 @@ def signed(value: int) -> int:
 
 def words_of(hashes: Tensor) -> Tensor:
     """Cut int64 hashes, (...), into words, int64 (..., WORDS), each from 0 to 65,535, the lowest first."""
-    return torch.stack([(hashes >> 16 * word) & 0xFFFF for word in range(WORDS)], -1)
+    return (hashes.unsqueeze(-1) >> shifts_of(WORDS, 16, hashes.device)) & 0xFFFF
+
+
+@lru_cache(maxsize=8)
+def shifts_of(count: int, bits: int, device: torch.device) -> Tensor:
+    """int64 (count,) on a device: 0, ``bits``, twice that, ...; made once, so that no step copies it there."""
+    return torch.arange(0, count * bits, bits, device=device)
 
 
 def mixed_ids(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
