@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,11 @@ from ds_silent.capture.loss_origin import backward_is_compiled
 from ds_silent.capture.row_hashes import RowDimension, batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_BYTES, MAX_ROWS, hash_rows, pack_rows, sampling_of
+from ds_silent.rules.cleared import Batch
 
 logger = logging.getLogger("ds_silent")
 UNTOLD, UNTOLD_ROWS = 16, 512  # micro-batches of a step for which there is room, and rows, where nobody says how many
 _OUTPUTS = 16  # tensors of a forward's output that are looked at
-_REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 IGNORED_LABEL = -100  # torch.nn.CrossEntropyLoss's default ignore_index, and Hugging Face's
 
 
@@ -65,35 +64,6 @@ class _MicroBatch:
         self.trained = True
 
 
-class _Batch:
-    """The tensors of the newest forward, without keeping them alive.
-
-    Two batches of a loader are never the same tensors, even where their content is. A script that has moved one batch
-    before its loop, and never another, is found out after ``_REPEATS``.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: list[tuple[weakref.ref[Tensor], tuple[Any, ...] | None]] = []
-        self._repeats = 0
-
-    def repeated_by(self, tensors: list[Tensor]) -> bool:
-        """Tell whether these are the tensors of the forward before, unchanged, or the same views of them."""
-        found = [(tensor if tensor._base is None else tensor._base, _view_of(tensor)) for tensor in tensors]
-        same = bool(found) and len(found) == len(self._tensors)
-        for (source, view), (before, view_before) in zip(found, self._tensors, strict=False):
-            same = same and source is before() and view is not None and view == view_before
-        self._tensors = [(weakref.ref(source), view) for source, view in found]
-        self._repeats = self._repeats + 1 if same else 0
-        return 0 < self._repeats < _REPEATS
-
-
-def _view_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what tells two uses of one tensor apart; None where nobody counts its changes."""
-    if tensor.is_inference() or tensor.layout != torch.strided:
-        return None
-    return tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
 class RowIds:
     """Collect ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
@@ -116,7 +86,7 @@ class RowIds:
         self._sent_next: list[_MicroBatch] = []
         self._under_way: _MicroBatch | None = None  # that of the forward under way
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
-        self._newest, self._repeated = _Batch(), 0  # forwards on it whose ids may come
+        self._newest, self._repeated = Batch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
         self.told = False  # all of that were ids that the script has told
@@ -238,7 +208,7 @@ class RowIds:
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
-        self._newest, self._input_sizes = _Batch(), []
+        self._newest, self._input_sizes = Batch(), []
         if self._behind <= self._start:
             return
         self._replace([], any(one.begins for one in self._sent_next[self._start : self._behind]))

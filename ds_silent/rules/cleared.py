@@ -9,18 +9,49 @@ before it was cleared (a step that the script leaves out), and DeepSpeed and Meg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
 _STEPS = 3  # measured, in a row
+_REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
+
+
+class Batch:
+    """The tensors of the newest forward, without keeping them alive.
+
+    Two batches of a loader are never the same tensors, even where their content is. A script that has moved one batch
+    before its loop, and never another, is found out after ``_REPEATS``.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[weakref.ref[Tensor], tuple[Any, ...] | None]] = []
+        self._repeats = 0
+
+    def repeated_by(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether these are the tensors of the forward before, unchanged, or the same views of them."""
+        found = [(tensor if tensor._base is None else tensor._base, _view_of(tensor)) for tensor in tensors]
+        same = bool(found) and len(found) == len(self._tensors)
+        for (source, view), (before, view_before) in zip(found, self._tensors, strict=False):
+            same = same and source is before() and view is not None and view == view_before
+        self._tensors = [(weakref.ref(source), view) for source, view in found]
+        self._repeats = self._repeats + 1 if same else 0
+        return 0 < self._repeats < _REPEATS
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what tells two uses of one tensor apart; None where nobody counts its changes."""
+    if tensor.is_inference() or tensor.layout != torch.strided:
+        return None
+    return tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class ClearedGradients(Rule):
@@ -28,7 +59,7 @@ class ClearedGradients(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._newest: weakref.ref[Tensor] | None = None  # the first tensor that the newest training forward was given
+        self._newest = Batch()  # of the training forwards
         self._version = -1  # of a weight then
         self._meant = False  # since the last measured step: the same batch again, or weights that were changed
         self._steps = self._since = 0  # measured, with cleared micro-batches; the first
@@ -40,13 +71,12 @@ class ClearedGradients(Rule):
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        again = self._newest.repeated_by([one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)])
         weight = next(iter(self._framework.parameters), None)
         version = -1 if weight is None else weight._version
         if self._framework.counts.cleared:
-            again = given is not None and self._newest is not None and self._newest() is given
             self._meant |= again or version != self._version
-        self._newest, self._version = None if given is None else weakref.ref(given), version
+        self._version = version
 
     def breaches(self) -> tuple[Breach, ...]:
         times, meant, self._meant = self._framework.counts.cleared, self._meant, False

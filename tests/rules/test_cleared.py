@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
@@ -19,16 +19,29 @@ from tests.support.distributed import run_distributed
 STEPS, PARTS, ROWS = 6, 4, 8
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, factor: Tensor, rows: Any) -> Tensor:
+        result: Tensor = self.layers((rows["rows"] if isinstance(rows, dict) else rows) * factor)
+        return result
+
+
 def _train(directory: str, kind: str) -> None:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model = DistributedDataParallel(Scaled())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(1 + dist.get_rank())
+    factor = torch.ones(1)
     with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
         for _ in range(STEPS):
             batch = torch.randn(ROWS, 8)
             for part in range(PARTS):
-                if kind != "the same batch":
+                if kind == "one buffer":
+                    batch.copy_(torch.randn(ROWS, 8))
+                elif kind not in ("the same batch", "the same, in a dictionary"):
                     batch = torch.randn(ROWS, 8)
                 if kind != "healthy":
                     model.zero_grad() if kind == "by the model" else optimizer.zero_grad()
@@ -36,12 +49,15 @@ def _train(directory: str, kind: str) -> None:
                     with torch.no_grad():
                         next(model.parameters()).mul_(0.9)
                 with contextlib.nullcontext() if part == PARTS - 1 else model.no_sync():
-                    (model(batch).square().mean() / PARTS).backward()
+                    rows = {"rows": batch} if kind == "the same, in a dictionary" else batch
+                    (model(factor, rows).square().mean() / PARTS).backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-KINDS = ("healthy", "fault", "by the model", "the same batch", "other weights")
+FAULTS = ("fault", "by the model", "one buffer")
+MEANT = ("the same batch", "the same, in a dictionary", "other weights")
+KINDS = ("healthy", *FAULTS, *MEANT)
 
 
 def _each(directory: str) -> None:
@@ -60,9 +76,12 @@ def _told(directory: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(directory / "events.jsonl") if event["severity"] != "info"]
 
 
-@pytest.mark.parametrize("kind", ["fault", "by the model"])
+@pytest.mark.parametrize("kind", FAULTS)
 def test_micro_batches_that_are_cleared_are_told_at_the_third_step(kind: str, runs: Path) -> None:
-    """Once "no fault was seen", and the records counted the labels of all micro-batches."""
+    """Once "no fault was seen", and the records counted the labels of all micro-batches.
+
+    The first argument is always the same tensor, which says nothing of the batch.
+    """
     [event] = _told(runs / kind)
     assert (event["kind"], event["severity"], event["where"]) == ("update-mismatch", "warning", "zero_grad")
     assert (event["step"], event["ranks"]) == (3, [])
@@ -71,7 +90,7 @@ def test_micro_batches_that_are_cleared_are_told_at_the_third_step(kind: str, ru
     assert [(one["labels"], one["weight_sum"]) for one in objectives] == [(2 * ROWS, 1 / PARTS)] * STEPS
 
 
-@pytest.mark.parametrize("kind", ["healthy", "the same batch", "other weights"])
+@pytest.mark.parametrize("kind", ["healthy", *MEANT])
 def test_what_is_meant_so_is_silent(kind: str, runs: Path) -> None:
     """SAM takes a batch twice, with other weights the second time."""
     assert _told(runs / kind) == []
