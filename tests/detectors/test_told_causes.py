@@ -97,5 +97,8 @@ def test_ranks_that_each_hold_their_own_gradient_are_told_as_one_thing() -> None
     assert finding.message.endswith(
         "1e-06. Every rank holds another one in all 3 layers, as far as it was checked its own: nothing was reduced."
     )
+    only = replace(alone, elsewhere=(), unexplained=())
+    (finding,) = reduction(Run(2).record(), replace(seen, cause=only))
+    assert finding.message.endswith("as far as it was checked its own: they were not reduced there.")
     scaled = replace(seen, cause=replace(alone, factor=0.25))
     assert "it is 0.25 times the gradient of rank 0 alone" in reduction(Run(2).record(), scaled)[0].message
