@@ -22,14 +22,14 @@ from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
 _STEPS = 3  # measured, in a row
-_REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
+REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 
 
 class Batch:
     """The tensors of the newest forward, without keeping them alive.
 
     Two batches of a loader are never the same tensors, even where their content is. A script that has moved one batch
-    before its loop, and never another, is found out after ``_REPEATS``.
+    before its loop, and never another, is found out after ``REPEATS``.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Batch:
             same = same and source is before() and view is not None and view == view_before
         self._tensors = [(weakref.ref(source), view) for source, view in found]
         self._repeats = self._repeats + 1 if same else 0
-        return 0 < self._repeats < _REPEATS
+        return 0 < self._repeats < REPEATS
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...] | None:

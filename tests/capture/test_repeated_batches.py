@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
-from ds_silent.capture.batch_rows import _REPEATS, RowIds, id_capacity
+from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.row_hashes import row_hashes
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import sampling_of, unpack_ids
+from ds_silent.rules.cleared import REPEATS
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.distributed import run_distributed
 
@@ -82,10 +83,10 @@ def test_what_is_another_batch_counts() -> None:
 def test_one_batch_for_ever_is_found_out() -> None:
     rows, batch = RowIds(enabled=True, capacity=4, micro_batch=4), new()
     counted = []
-    for _ in range(_REPEATS + 3):
+    for _ in range(REPEATS + 3):
         rows.forward((batch,), {})
         counted.append(len(taken(rows)))
-    assert counted == [4] + [0] * (_REPEATS - 1) + [4] * 3
+    assert counted == [4] + [0] * (REPEATS - 1) + [4] * 3
 
 
 def test_after_a_gradient_was_dropped_the_next_forward_counts() -> None:
