@@ -25,7 +25,7 @@ from ds_silent.capture.loss_origin import backward_is_compiled
 from ds_silent.capture.row_hashes import RowDimension, batch_tensors, row_hashes
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import MAX_BYTES, MAX_ROWS, hash_rows, pack_rows, sampling_of
-from ds_silent.rules.cleared import Batch
+from ds_silent.rules.cleared import NewestBatch
 
 logger = logging.getLogger("ds_silent")
 UNTOLD, UNTOLD_ROWS = 16, 512  # micro-batches of a step for which there is room, and rows, where nobody says how many
@@ -86,7 +86,7 @@ class RowIds:
         self._sent_next: list[_MicroBatch] = []
         self._under_way: _MicroBatch | None = None  # that of the forward under way
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
-        self._newest, self._repeated = Batch(), 0  # forwards on it whose ids may come
+        self._newest, self._repeated = NewestBatch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
         self.told = False  # all of that were ids that the script has told
@@ -208,7 +208,7 @@ class RowIds:
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
-        self._newest, self._input_sizes = Batch(), []
+        self._newest, self._input_sizes = NewestBatch(), []
         if self._behind <= self._start:
             return
         self._replace([], any(one.begins for one in self._sent_next[self._start : self._behind]))

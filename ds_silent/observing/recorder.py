@@ -69,6 +69,11 @@ class _Beside:
         finally:
             self.call()
 
+    def backward_begins(self) -> None:
+        """Let what is under way begin: the training's thread leaves Python for a while."""
+        if self.task is not None:
+            self.task.opens()
+
     def deliver(self) -> None:
         """Call back, where nothing is under way."""
         if self.task is not None and self.task.is_done:
@@ -190,6 +195,7 @@ class Recorder:
         ends: the event that is to end the training; None while there is none.
         unlike: what ranks do not do alike, as all ranks have agreed when they came together last.
         places: where the ranks run, for the events; None where that cannot be said.
+        deliver, backward_begins: see :class:`_Beside`.
     """
 
     def __init__(
@@ -216,6 +222,7 @@ class Recorder:
         self._unjudged: list[tuple[StepRecord, Evidence]] = []  # wait for the tensors that differ, or behind such a one
         self._ranks_before: int | None = None  # of a checkpoint with another number, until that was said
         self._beside = _Beside(beside and self.writes)
+        self.deliver, self.backward_begins = self._beside.deliver, self._beside.backward_begins
         self._parted, self._finished = False, (False, False)  # latched by finish(): wants_micro_batches, take_parted
 
     def step(
@@ -238,15 +245,6 @@ class Recorder:
             self._beside.wait()
             self._finished = self._wants_micro_batches, self._parted
             self._parted = False
-
-    def backward_begins(self) -> None:
-        """Judge what waits: the training's thread leaves Python for a while."""
-        if self._beside.task is not None:
-            self._beside.task.opens()
-
-    def deliver(self) -> None:
-        """Call the callbacks that wait, and wait for nothing."""
-        self._beside.deliver()
 
     @property
     def _wants_micro_batches(self) -> bool:

@@ -25,7 +25,7 @@ _STEPS = 3  # measured, in a row
 REPEATS = 32  # forwards on one batch; LBFGS evaluates its closure up to 25 times
 
 
-class Batch:
+class NewestBatch:
     """The tensors of the newest forward, without keeping them alive.
 
     Two batches of a loader are never the same tensors, even where their content is. A script that has moved one batch
@@ -59,7 +59,7 @@ class ClearedGradients(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._newest = Batch()  # of the training forwards
+        self._newest = NewestBatch()  # of the training forwards
         self._version = -1  # of a weight then
         self._meant = False  # since the last measured step: the same batch again, or weights that were changed
         self._steps = self._since = 0  # measured, with cleared micro-batches; the first
