@@ -127,8 +127,8 @@ def _aggregation(record: StepRecord, seen: ReductionEvidence, check: AggregateCh
     own = cause is not None and apart and all(map(_is_own, (cause, *cause.elsewhere)))
     if cause is not None and own:
         kind, where, what = "unreduced-gradient", layers_text(cause.wrong, layers), "unreduced"
-        told = "nothing was reduced" if len(cause.wrong) == len(layers) else "they were not reduced there"
-        message += f" Every rank holds another one in {where}, as far as it was checked its own: {told}."
+        end = "nothing was reduced" if len(cause.wrong) == len(layers) else "they were not reduced there"
+        message += f" Every rank holds another one in {where}, as far as it was checked its own: {end}."
     elif cause is not None:
         where, what = layers_text(cause.wrong, layers), cause.kind
         ranks = () if what == "leftover" and len(cause.ranks) == record.world_size else cause.blamed

@@ -231,9 +231,9 @@ def pack_scalars(layout: Layout, observation: Observation, out: Tensor) -> None:
     scalars, squares, ids, hashes, rows, _, _ = torch.split(out, layout.scalar_parts)
     known = torch.tensor([value if type(value) is float else 0.0 for value in values], dtype=torch.float32)
     scalars.copy_(known, non_blocking=True)
-    places = scalars.unbind()
-    there = [(place, value) for place, value in zip(places, values, strict=True) if type(value) is not float]
-    if there:  # isinstance of a Tensor is Python, once for each
+    # type(), because isinstance of a Tensor is Python, once for each
+    there = [(place, value) for place, value in zip(scalars.unbind(), values, strict=True) if type(value) is not float]
+    if there:
         torch._foreach_copy_([place for place, _ in there], [value for _, value in there])
     if observation.layer_squares is not None:
         squares.copy_(observation.layer_squares)
