@@ -357,7 +357,7 @@ class DeepSpeedFramework(Framework):
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
             self._around("allreduce_gradients", moments.post_backward)
-            LeftGradients(engine, patches, moments.on_gradient_dropped)
+            LeftGradients(engine, patches, moments.guard, moments.on_gradient_dropped)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.pre_update, moments.post_step)
         self._around("save_checkpoint", moments.pre_checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -11,6 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from ds_silent.capture.local_gradient import Accumulated
+from ds_silent.distributed.guard import CollectiveGuard
 from ds_silent.framework import Part
 from ds_silent.frameworks.deepspeed.state import Shape, numel_of
 from ds_silent.frameworks.torch_common import Slice, contains, cut, nth_share, row_of
@@ -177,18 +179,18 @@ class LeftGradients:
     have taken it into their reduction by then.
     """
 
-    def __init__(self, engine: Any, patches: Patches, drop: Callable[[], object]):
+    def __init__(self, engine: Any, patches: Patches, guard: CollectiveGuard, drop: Callable[[], object]):
         """``drop``: forgets the gradients that have come in the step under way, if there are any."""
-        self._engine, self._drop = engine, drop
+        self._engine, self._guard, self._drop = engine, guard, drop
         self._own = False  # a backward of the engine's own has begun in this step
         if isinstance(engine.optimizer, ZeROOptimizer):
             return
         for name in ("backward", "allreduce_gradients"):
-            patches.around(engine, name, self._begins)
-        patches.around(engine, "_take_model_step", None, self._stepped)
+            patches.around(engine, name, partial(guard.local, self._begins))
+        patches.around(engine, "_take_model_step", None, partial(guard.local, self._stepped))
         clearing = {id(one): one for one in (engine, engine.optimizer, *base_optimizers(engine))}
         for one in [one for one in clearing.values() if hasattr(one, "zero_grad")]:
-            patches.around(one, "zero_grad", self._clears)
+            patches.around(one, "zero_grad", partial(guard.run, self._clears))
         patches.wrap_method(nn.Module, "zero_grad", self._module_clears)
 
     def _begins(self, *args: Any, **kwargs: Any) -> None:
@@ -202,9 +204,12 @@ class LeftGradients:
             self._drop()
 
     def _module_clears(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._guard.run(self._clears_of, module)
+        return original(module, *args, **kwargs)
+
+    def _clears_of(self, module: nn.Module) -> None:
         if contains(module, self._engine.module):
             self._clears()
-        return original(module, *args, **kwargs)
 
 
 # -- A copy of the local gradient from before the reduction, so that the reduction can be repeated --------------------
