@@ -62,6 +62,7 @@ class AutoAttach:
         self._observers: list[Observer] = []
         self._steps_without = 0  # optimizer steps while a model is called that no optimizer holds, and none is observed
         self._loaders = LoaderMemory()
+        self._wrappers: tuple[type, ...] = (DistributedDataParallel,)
         patches = self._patches
         patches.add(self._loaders)
         patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
@@ -70,6 +71,7 @@ class AutoAttach:
         patches.wrap_method(DistributedDataParallel, "__call__", self._called)
         patches.wrap_method(DistributedDataParallel, "forward", self._forward)
         patches.around(dist, "destroy_process_group", self._process_group_ends)
+        patches.after_import("torch._dynamo.eval_frame", self._watch_compiled)
         patches.after_import("torch.distributed.fsdp", self._watch_fsdp2)
         patches.after_import("megatron.core.distributed.data_parallel_base", self._watch_megatron)
         for name in _MEGATRON_OPTIMIZERS:
@@ -108,9 +110,14 @@ class AutoAttach:
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
         if hasattr(fsdp, "FSDPModule"):  # torch 2.6
+            self._wrappers += (fsdp.FSDPModule,)
             self._patches.wrap_method(fsdp.FSDPModule, "__call__", self._called, inherited=nn.Module)
 
+    def _watch_compiled(self, module: ModuleType) -> None:
+        self._patches.wrap_method(module.OptimizedModule, "__call__", self._compiled_called, inherited=nn.Module)
+
     def _watch_megatron(self, module: ModuleType) -> None:
+        self._wrappers += (module._BaseDataParallel,)
         self._patches.wrap_method(module._BaseDataParallel, "__call__", self._called)
 
     def _watch_megatron_optimizers(self, module: ModuleType) -> None:
@@ -133,15 +140,25 @@ class AutoAttach:
             self._seen.add(module)  # a checkpoint calls it again in the backward, where nothing is around it
         if self._forward_runs or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
-        self._uncalled.discard(module)
-        if module not in self._seen:
-            _broadcast_buffers(module)
-            self._look_at(module)
+        self._begins(module)
         self._forward_runs = True
         try:
             return original(module, *args, **kwargs)
         finally:
             self._forward_runs = False
+
+    def _compiled_called(self, original: Callable[..., Any], compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a wrapper that ``torch.compile`` was given as the training: what is called inside may not be seen."""
+        outside = not (self._forward_runs or torch.compiler.is_compiling())
+        if outside and isinstance(compiled._orig_mod, self._wrappers) and torch.is_grad_enabled():
+            self._begins(compiled._orig_mod)
+        return original(compiled, *args, **kwargs)
+
+    def _begins(self, module: nn.Module) -> None:
+        self._uncalled.discard(module)
+        if module not in self._seen:
+            _broadcast_buffers(module)
+            self._look_at(module)
 
     def _forward(self, original: Callable[..., Any], ddp: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a forward that the script calls past ``__call__``, ``ddp.forward(x)``, through it."""

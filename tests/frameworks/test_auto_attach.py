@@ -43,8 +43,8 @@ optimizer = None if sys.argv[1] == "by hand" else torch.optim.AdamW(model.parame
 with torch.no_grad():
     model(data[:2][0])  # no training
 called = model.module if sys.argv[1] == "module" else model
-if sys.argv[1] == "compiled":
-    called = torch.compile(model, backend="eager")
+if sys.argv[1].startswith("compiled"):
+    called = torch.compile(model if sys.argv[1] == "compiled" else lambda x: model(x), backend="eager")
 for x, y in loader:
     loss = (called(x) - y).square().mean()
     loss.backward()
@@ -196,7 +196,7 @@ def check(run_directory: Path, rows: int) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "compiled"])
 def test_a_script_of_torch_is_observed_from_its_first_step(wrapper: str, tmp_path: Path) -> None:
     status, plain, wrong = run(tmp_path, TORCH, "train.py", wrapper)
     assert status == 0, wrong
@@ -235,7 +235,7 @@ def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
             "reduced: call ddp(x), not ddp.module(x)",
         ),
         (
-            "compiled",
+            "compiled function",
             "no call of a DistributedDataParallel in training was seen: where torch.compile hides it, call "
             "ds_silent.attach in the script; where there is none, its gradients are not reduced: call ddp(x), not "
             "ddp.module(x)",
