@@ -149,9 +149,10 @@ class AutoAttach:
 
     def _compiled_called(self, original: Callable[..., Any], compiled: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a wrapper that ``torch.compile`` was given as the training: what is called inside may not be seen."""
+        module: nn.Module = compiled._orig_mod
         outside = not (self._forward_runs or torch.compiler.is_compiling())
-        if outside and isinstance(compiled._orig_mod, self._wrappers) and torch.is_grad_enabled():
-            self._begins(compiled._orig_mod)
+        if outside and isinstance(module, (*self._wrappers,)) and torch.is_grad_enabled():
+            self._begins(module)
         return original(compiled, *args, **kwargs)
 
     def _begins(self, module: nn.Module) -> None:
