@@ -34,6 +34,10 @@ class Remembered:
     def __init__(self, values: Sequence[Tensor]):
         self._places, self._few = _places(values), _few(values)
 
+    def hold(self, values: Sequence[Tensor]) -> bool:
+        """Tell whether each of these is one of the pieces, and was not written to since."""
+        return set(_places(values)) <= set(self._places)
+
     def moved(self, values: Sequence[Tensor]) -> bool:
         """Tell whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
         return _places(values) != self._places
@@ -100,6 +104,7 @@ class ReducedGradient:
         self._unread: bool | None = None  # the optimizer applies just that; None before it comes to apply anything
         self._written = False  # since the reduction, by what torch does not count
         self._void = False  # written to since the step began, as by a GradScaler that unscales for each optimizer
+        self._in_place = False  # the first optimizer applies what that sketch is of, and no copy of it
 
     def written(self) -> None:
         """Look at the aggregate again as the step begins: it was written to, and torch has not counted that.
@@ -171,6 +176,9 @@ class ReducedGradient:
         parts = [] if self._sketch is None else list(parts)
         if not parts or self._sketched is None:
             return
+        held = self._sketched.hold(_values(parts))
+        self._in_place = held if self._unread is None else self._in_place
+        self._void = self._void or (self._in_place and not held)  # the script clips for each of its optimizers
         self._unread = not self._reread and self._unread is not False and self._sketched.are(_values(parts))
         if not self._unread:
             self._local.accumulator.add_all(parts, square=False)

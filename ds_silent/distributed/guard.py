@@ -61,6 +61,10 @@ class UnevenInputsError(Unobservable):
     """Raise where the ranks take different numbers of steps, by design."""
 
 
+class WithinBackwardError(Unobservable):
+    """Raise where an optimizer steps from a backward's own hooks."""
+
+
 class BrokeOff(RuntimeError):
     """End the training: the other ranks would wait for this one, or differ from it."""
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError
+from ds_silent.distributed.guard import SparseGradientError, UnevenInputsError, WithinBackwardError
 from ds_silent.exchange.observation import (
     BROKE,
     FIELDS,
     GROUPS,
     UNEVEN,
     UNSEEN,
+    WITHIN,
     EachRank,
     Gathered,
     Observation,
@@ -194,7 +195,7 @@ _BEGINS = [0, *_ENDS[:-1]]
 _SPANS = [(name, GROUPS[name], begin, end) for name, begin, end in zip(GROUPS, _BEGINS, _ENDS, strict=True)]
 
 
-_CODES: dict[type | None, float] = {SparseGradientError: UNSEEN, UnevenInputsError: UNEVEN}
+_CODES: dict[type | None, float] = {SparseGradientError: UNSEEN, UnevenInputsError: UNEVEN, WithinBackwardError: WITHIN}
 
 
 def code_of(failure: Exception | None) -> float:

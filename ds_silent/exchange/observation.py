@@ -18,9 +18,9 @@ from torch import Tensor
 T = TypeVar("T", float | Tensor, Tensor)
 _0: Any = 0.0
 
-BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN = 1.0, 2.0, 3.0, 4.0, 5.0
+BROKE, LEFT, ASTRAY, UNSEEN, UNEVEN, WITHIN = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 """Values of ``failed``: an internal error; the observer was closed there; gradients were reduced and no step taken; a
-gradient that cannot be observed; ranks may take different numbers of steps. See
+gradient that cannot be observed; ranks may take different numbers of steps; optimizers step within the backward. See
 :mod:`ds_silent.observing.lockstep`."""
 LEFT_OUT, PARTLY = -2.0, 2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""

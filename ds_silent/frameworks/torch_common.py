@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from ds_silent.preflight.inventory import Training, rows_per_batch
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
 from ds_silent.replicas.compare import batch_statistics_of
-from ds_silent.text import TORCH, Words
+from ds_silent.text import TORCH, Words, shown
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
 
@@ -163,6 +164,14 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
             f"{BLOCK}.respond.on_replica_drift and {BLOCK}.resync need whole replicas, and {wrapped.name} shards "
             'them; use "report" and "off"'
         )
+
+
+def warn_of_another(optimizer: Any, step: int) -> None:
+    """Log that an optimizer which the observer was not given steps the model from ``step`` on; on one rank."""
+    said = "its steps are observed from step %d on, but not what its class and its schedule promise; make optimizers"
+    said = f"ds_silent: %s, which the observer was not given, steps this model: {said} first, and give all to attach"
+    if is_first():
+        logging.getLogger("ds_silent").warning(said, shown(type(optimizer).__name__), step)
 
 
 def follow_accelerate(patches: Patches, moments: Moments) -> None:

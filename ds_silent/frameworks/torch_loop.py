@@ -19,7 +19,6 @@ first optimizer is about to step, and ends when all have stepped or the next tra
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -32,16 +31,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
 from ds_silent.config import SilentConsistencyConfig
-from ds_silent.extras import is_first
+from ds_silent.distributed.guard import WithinBackwardError
 from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.patches.script_hooks import ScriptHooks
-from ds_silent.text import shown
-
-logger = logging.getLogger("ds_silent")
 
 
 class TorchLoop:
@@ -50,8 +46,7 @@ class TorchLoop:
     Args:
         counts: of the steps; a GradScaler or the script may leave one out.
         synchronises: whether the current backward reduces its gradients: the step's last or only one.
-        reduces_in_backward: the aggregate is there when the backward ends; else the reducer calls
-            :meth:`reduction_ended`.
+        reduces_in_backward: the aggregate is there when the backward ends, else at :meth:`reduction_ended`.
     """
 
     _moments: Moments  # as soon as there is a hook
@@ -77,6 +72,7 @@ class TorchLoop:
         self._depth = 0  # of backward calls
         self._root: Tensor | None = None  # of the outermost
         self._unscaled: Tensor | None = None  # the GradScaler's last input
+        self._scaled: Any = None  # its last result
         self._forward_loss: Made | None = None  # of the newest forward, if any
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
         self._stepped: set[int] | None = None  # optimizers, while a step ends
@@ -119,7 +115,7 @@ class TorchLoop:
         patches.also(self._forget)
 
     def _forget(self) -> None:
-        self._root = self._unscaled = None
+        self._root = self._unscaled = self._scaled = None
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
@@ -154,6 +150,9 @@ class TorchLoop:
             self._depth -= 1
             if self._depth == 0:
                 self._backward_ended()
+                if isinstance(self._moments.guard.failure, WithinBackwardError):  # the ranks tell each other
+                    self._begin_to_end()
+                    self._ended()
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
         self._came.add(index)
@@ -163,13 +162,14 @@ class TorchLoop:
             self._open, self._boundary = True, self._synchronises()
             if not self._accumulated and self.left is not None:
                 self._moments.pre_step(self.left, apart=True)
+            self._counts.scaled = self._unscaled is not None and self._root is self._scaled
             loss = self._root if self._unscaled is None else self._unscaled
             if loss is not None and not comes_of(loss, self._forward_loss):
                 self._moments.on_loss_share(loss)
         self._moments.on_gradient(index, gradient)
 
     def _backward_ended(self) -> None:
-        self._root = self._unscaled = None
+        self._forget()
         if self._open:
             absent = set(range(len(self._parameters))) - self._came if len(self._came) < len(self._parameters) else ()
             self.frozen = frozenset(place for place in absent if not self._parameters[place].requires_grad)
@@ -198,13 +198,10 @@ class TorchLoop:
 
         One that steps inside another is that one's affair (``ZeroRedundancyOptimizer``).
         """
-        if torch.compiler.is_compiling() or any(self._inside.values()) or self._is_ours(optimizer):
+        if torch.compiler.is_compiling() or any(self._inside.values()) or optimizer in self._optimizers:
             return
         if self._steps_ours(optimizer):
             self._moments.guard.local(self._take, optimizer)
-
-    def _is_ours(self, optimizer: Any) -> bool:
-        return any(optimizer is own for own in self._optimizers)
 
     def _steps_ours(self, optimizer: Any) -> bool:
         return not self._ids.isdisjoint(parameters_of_optimizer(optimizer))
@@ -218,16 +215,13 @@ class TorchLoop:
             return
         self._hook(optimizer)
         self._missing.add(id(optimizer))
-        if is_first():
-            logger.warning(
-                "ds_silent: %s, which the observer was not given, steps this model: its steps are observed from step "
-                "%d on, but not what its class and its schedule promise; make optimizers first, and give all to attach",
-                shown(type(optimizer).__name__),
-                self._counts.step,
-            )
+        torch_common.warn_of_another(optimizer, self._counts.step)
 
     def _applying(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Wait for the closure's end; torch uses the arguments that a step pre-hook returns."""
+        if self._depth:  # the backward's own hooks step, one parameter after the other
+            self._moments.guard.fail(WithinBackwardError("an optimizer steps within the backward"))
+            return None
         self._inside[id(optimizer)] = depth = self._inside.get(id(optimizer), 0) + 1
         return None if depth > 1 else behind_closure(partial(self._applies, optimizer, args, kwargs), args, kwargs)
 
@@ -286,11 +280,12 @@ class TorchLoop:
         if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad and scaler.is_enabled():
             self._unscaled = outputs
             outputs.register_hook(partial(self._loss_scaled, 1.0))  # type: ignore[no-untyped-call]
-        return original(scaler, outputs)
+        self._scaled = original(scaler, outputs)
+        return self._scaled
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """torch does not count what this writes as a change of the gradients (2.13)."""
-        if self._is_ours(optimizer) or self._steps_ours(optimizer):
+        if optimizer in self._optimizers or self._steps_ours(optimizer):
             self._moments.on_aggregate_written()
         return original(scaler, optimizer)
 
@@ -298,7 +293,7 @@ class TorchLoop:
         before = self._counts.step
         result = original(scaler, optimizer, *args, **kwargs)
         took_none = self._counts.step == before and self._stepped is None and self._accumulated
-        if took_none and self._is_ours(optimizer):
+        if took_none and optimizer in self._optimizers:
             self._begin_to_end()
             self._ended(skipped=True)
         return result

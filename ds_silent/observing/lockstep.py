@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
-from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, Gathered, Status
+from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, WITHIN, Gathered, Status
 from ds_silent.records import Event, EventKind, Severity
 from ds_silent.text import TORCH, Words
 
@@ -117,6 +117,10 @@ _STOPS = {  # by the word that a rank has sent, the worst first: what is said of
     UNEVEN: (
         "From step {step} on the ranks may take different numbers of steps (join()); all stop observing.",
         "Give every rank the same number of batches, if it is to be observed: drop the last, or fill it up.",
+    ),
+    WITHIN: (
+        "On {ranks} an optimizer steps within the backward, so that no gradient is ever whole; all stop observing.",
+        "Step the optimizers behind the backward, if the training is to be observed.",
     ),
     ASTRAY: (
         "At step {step} gradients were reduced on {ranks} without a step after it, and not on the others: a step was "

@@ -8,8 +8,11 @@ from __future__ import annotations
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.call_order import ClippedBehindStep, ScaledStep
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
+from ds_silent.rules.loss_input import LossInput
+from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
@@ -21,10 +24,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    rules: list[Rule] = [
-        kind(framework)
-        for kind in (RateRule, BatchContents, TrainingMode, ClearedGradients, GatheredWeights, TiedWeights)
-    ]
+    always = (RateRule, BatchContents, LossInput, TrainingMode, ClearedGradients, ClippedBehindStep, ScaledStep)
+    rules: list[Rule] = [kind(framework) for kind in (*always, NoGradient, GatheredWeights, TiedWeights)]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))

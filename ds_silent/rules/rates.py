@@ -2,7 +2,7 @@
 
 Promise: the rate that a scheduler has set is what its documented formula gives for its own counter and for *each*
 group's own base (:mod:`ds_silent.rules.schedules`). DeepSpeed's WarmupLR and WarmupDecayLR without ``warmup_max_lr``
-rise to the rate that each group came with.
+rise to the rate that each group came with. A schedule that was made for a number of steps ends with the training.
 
 Silent: a rate that is not the one which the scheduler set last, because then the script has set it; schedules that
 make each rate of the last one, from the first such change on; several schedulers of one optimizer; a factor that a
@@ -23,8 +23,9 @@ from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.rules.known_optimizers import number
 from ds_silent.rules.rule import Breach, Rule
-from ds_silent.rules.schedules import Schedule, schedule_of, step_of
+from ds_silent.rules.schedules import Schedule, end_of, schedule_of, step_of
 
+_AFTER_END, _AFTER_END_SHARE = 8, 0.05  # steps, and of its length: a schedule may end a little before the training
 TOLERANCE = 1e-5  # of the largest rate that the group has had: a rate may be held in fp32, or be made of many products
 
 
@@ -39,6 +40,8 @@ class RateRule(Rule):
         self._bases: dict[int, list[Any]] = {}  # of each scheduler, when it was found
         self._largest: dict[tuple[int, int], float] = {}
         self._broken: dict[tuple[int, int], Breach] = {}
+        self._trained = False  # at a rate above 0
+        self._at_0 = self._since = 0  # measured steps at rates of 0; the first
         self._patches = Patches()
         self._safely: Callable[..., Any] = lambda function, *given: function(*given)
 
@@ -51,7 +54,40 @@ class RateRule(Rule):
             self._found = self._schedulers()
         for scheduler, schedule in self._found:
             self._look(scheduler, schedule)
-        return tuple(self._broken.values())
+        return (*self._broken.values(), *self._ended())
+
+    def _ended(self) -> tuple[Breach, ...]:
+        """Tell where a schedule is over, or every rate of the training has become 0, and the training goes on."""
+        rates = [number(group["lr"]) for one in self._framework.optimizers() for group in one.param_groups]
+        self._trained = self._trained or any(rates)
+        self._at_0 = self._at_0 + 1 if rates and self._trained and not any(rate != 0.0 for rate in rates) else 0
+        if self._at_0 == 1:
+            self._since = self._framework.step
+        for scheduler, _ in self._found or ():
+            end, step = end_of(scheduler), step_of(scheduler)
+            if end is not None and step > end + max(_AFTER_END, end * _AFTER_END_SHARE):
+                return (self._over(scheduler, end, step),)
+        if self._at_0 < _AFTER_END:
+            return ()
+        message = f"The learning rate of every parameter group is 0 since step {self._since}: no step changes a weight."
+        remedy = "If that is meant, do nothing. Else look at the schedule's length, and at how often it steps."
+        return (Breach("rates at 0", "update-mismatch", "info", "learning rate", message, remedy, self._since),)
+
+    def _over(self, scheduler: Any, end: int, step: int) -> Breach:
+        kind, now = (
+            type(scheduler).__name__,
+            ", ".join(f"{rate:.3g}" for rate in _rates(scheduler)[:2] if rate is not None),
+        )
+        message = (
+            f"The schedule of the learning rate ({kind}) is over, and the training goes on: it was made for {end} steps "
+            f"and is at its step {step}. The rate is {now} now."
+        )
+        remedy = (
+            "Make it as long as the training in the steps that it takes: it may step once per micro-batch, or once per "
+            "rank under accelerate."
+        )
+        since = self._framework.step
+        return Breach("schedule over", "update-mismatch", "warning", "learning rate", message, remedy, since)
 
     def _schedulers(self) -> list[tuple[Any, Schedule]]:
         """Find them once, and let those of chained schedules tell when they are about to step."""

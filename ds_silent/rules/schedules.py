@@ -57,6 +57,20 @@ def step_of(scheduler: Any) -> int:
     return int(getattr(scheduler, "last_epoch", getattr(scheduler, "last_batch_iteration", -1)))
 
 
+def end_of(scheduler: Any) -> int | None:
+    """Return the step that a schedule was made for, behind which nothing is meant; None where none was."""
+    end: Any = None
+    if type(scheduler) in (lr_scheduler.LinearLR, lr_scheduler.PolynomialLR):
+        end = scheduler.total_iters if getattr(scheduler, "end_factor", 0.0) == 0.0 else None
+    elif type(scheduler) is lr_scheduler.LambdaLR:
+        pure = [one for one in scheduler.lr_lambdas if getattr(getattr(one, "func", one), "__module__", None) == _PURE]
+        ends = [getattr(one, "keywords", {}).get("num_training_steps") for one in pure]
+        end = max(ends) if ends and len(ends) == len(scheduler.lr_lambdas) and None not in ends else None
+    elif type(scheduler).__module__ == _OF_DEEPSPEED:
+        end = getattr(scheduler, "total_num_steps", None)
+    return end if isinstance(end, int) else None
+
+
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 

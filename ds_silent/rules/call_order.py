@@ -1,0 +1,136 @@
+"""Check that what belongs before ``optimizer.step()`` does not stand behind it, on every rank alike.
+
+* ``clip_grad_norm_`` behind the step: the gradients that it makes smaller are never applied, so nothing is clipped.
+  Silent: a limit of infinity, by which scripts read the norm, and a clipping that had nothing to make smaller.
+* A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
+  gradients that are applied are too large by the scale. Silent: ``unscale_`` before it, and a script that asks for the
+  scale, because it may divide by it itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_silent.framework import Framework
+from ds_silent.patches import Patches
+from ds_silent.rules.rule import Breach, Rule
+
+_TIMES = 3  # in a row
+_READS = 8  # norms that are read, each of which waits for the device
+
+
+class ClippedBehindStep(Rule):
+    """Follow the clipping of gradients that were applied already."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._applied: set[int] = set()  # ids of the parameters that were stepped since the last backward
+        self._times = self._since = self._reads = 0
+        self._clipped = ""  # the last one, in words
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at each backward, step and clipping."""
+        clipping = torch.nn.utils.clip_grad
+
+        def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            safely(self._clips, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        if not hasattr(clipping, "_clip_grads_with_norm_"):  # torch 2.6
+            return
+        patches.wrap(clipping, "_clip_grads_with_norm_", clip)
+        patches.before_backward(partial(safely, self._backward))
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_post_hook, partial(safely, self._stepped))
+
+    def _backward(self, root: Any) -> None:
+        self._applied.clear()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._applied |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def _clips(self, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any) -> None:
+        given = {id(parameters)} if isinstance(parameters, torch.Tensor) else set(map(id, parameters))
+        if not given or not given <= self._applied:
+            self._times = 0 if given & set(map(id, self._framework.parameters)) else self._times
+            return
+        if self._reads == _READS or not math.isfinite(max_norm):
+            return
+        self._reads += 1
+        norm = float(total_norm)
+        if norm > max_norm:
+            self._times += 1
+            self._since = self._since or self._framework.step
+            self._clipped = f"a norm of {norm:.3g} to {max_norm:.3g}"
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._times < _TIMES:
+            return ()
+        message = (
+            "clip_grad_norm_ is called behind optimizer.step(), on gradients that were applied already "
+            f"({self._clipped}): no update is clipped."
+        )
+        remedy = (
+            "Call it between backward() and optimizer.step(); under a GradScaler behind scaler.unscale_(optimizer)."
+        )
+        return (Breach("clipped", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, self._since),)
+
+
+class ScaledStep(Rule):
+    """Follow the steps that apply gradients of a scaled loss as they are."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._unscaled: set[int] = set()  # ids of the optimizers whose next step is right
+        self._inside = self._by_hand = False  # of GradScaler.step; the script has asked for the scale
+        self._times = self._since = 0
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at each of a GradScaler's calls, and at each step."""
+        scaler = torch.amp.GradScaler
+
+        def unscale(original: Callable[..., Any], own: Any, optimizer: Any) -> Any:
+            safely(self._unscaled.add, id(optimizer))
+            return original(own, optimizer)
+
+        def step(original: Callable[..., Any], own: Any, *args: Any, **kwargs: Any) -> Any:
+            outer, self._inside = self._inside, True
+            try:
+                return original(own, *args, **kwargs)
+            finally:
+                self._inside = outer
+
+        def asked(original: Callable[..., Any], own: Any) -> Any:
+            self._by_hand = self._by_hand or not self._inside
+            return original(own)
+
+        for name, call in (("unscale_", unscale), ("step", step), ("get_scale", asked)):
+            patches.wrap_method(scaler, name, call)
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        right = self._inside or self._by_hand or id(optimizer) in self._unscaled or not self._framework.counts.scaled
+        self._unscaled.discard(id(optimizer))
+        self._times = 0 if right else self._times + 1
+        if self._times == 1:
+            self._since = self._framework.step
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._times < _TIMES:
+            return ()
+        message = (
+            f"The gradients of a loss that GradScaler.scale has multiplied are applied as they are, since step "
+            f"{self._since}: optimizer.step() is called instead of scaler.step(optimizer), and nothing divides by the "
+            "scale."
+        )
+        remedy = (
+            "Call scaler.step(optimizer) and scaler.update(); to clip, call scaler.unscale_(optimizer) before. bf16 "
+            "needs no scaler."
+        )
+        return (Breach("scaled", "update-mismatch", "warning", "GradScaler", message, remedy, self._since),)

@@ -1,0 +1,113 @@
+"""Check that a loss of torch is given what its documentation asks for: logits, or log-probabilities.
+
+``cross_entropy`` and ``binary_cross_entropy_with_logits`` make probabilities of their input themselves; where a model's
+softmax or sigmoid has made some already, no class of C can come above e / (e + C - 1), and the model learns slowly, on
+every rank alike: a warning. ``nll_loss`` wants logarithms: a note, as minus a probability is a loss, too. Both are read
+from autograd's graph, where the two operations are neighbours. Silent: anything between them that computes (a
+temperature, a logarithm), other losses, and graphs that are compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ds_silent.framework import Framework
+from ds_silent.patches import Patches
+from ds_silent.records import Severity
+from ds_silent.rules.rule import Breach, Rule
+
+_LOOKS = 8  # backwards from the first on: a script's loss stays what it is
+_NODES = 64  # that are read of each, from the root down
+_BELOW = 6  # views between a loss and what made its input
+_VIEWS = re.compile(
+    r"(Unsafe)?View|Reshape(Alias)?|(Uns|S)queeze|Alias|Clone|ToCopy|Expand|T|Transpose|Permute|Slice|Select|Index(Select)?|"
+    "MaskedSelect"
+)
+_COMPUTES = re.compile("Add|Mul|Div|Neg|Sub|Sum|Mean|MaskedFill|Where|_DDPSink|Stack|Cat")
+"""What a script and torch make a loss of behind it, beside views."""
+_NLL = ("NllLoss", "NllLoss2D")
+_WANTS = {
+    "LogSoftmax": ("cross_entropy", ("Softmax",), "logits"),
+    "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", ("Sigmoid", "Softmax"), "logits"),
+    **dict.fromkeys(_NLL, ("nll_loss", ("Softmax", "Sigmoid"), "log-probabilities")),
+}
+"""Of each loss: its name, what may not make its input, and what it wants."""
+
+
+class LossInput(Rule):
+    """Look at what this rank's first losses are made of."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._looks = 0
+        self._broken: dict[str, Breach] = {}
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at what each backward begins with."""
+        patches.before_backward(partial(safely, self._begins))
+
+    def _begins(self, root: Any) -> None:
+        if self._looks == _LOOKS or not isinstance(root, Tensor):
+            return
+        self._looks += 1
+        for loss, made_by, wants in misfits(root):
+            self._broken.setdefault(loss, _breach(loss, made_by, wants, self._framework.step))
+
+    def breaches(self) -> tuple[Breach, ...]:
+        return tuple(self._broken.values())
+
+
+def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
+    """Yield each loss in a root whose input is of the wrong kind: its name, what has made the input, what it wants."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [root.grad_fn]
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        operation = _operation(node)
+        if operation in _WANTS:
+            loss, wrong, wants = _WANTS[operation]
+            made_by = _operation(_behind_views(_first(node)))
+            if made_by in wrong:
+                yield loss, made_by.lower(), wants
+        if operation in _NLL or _VIEWS.fullmatch(operation) or _COMPUTES.fullmatch(operation):
+            waiting += [inner for inner, _ in node.next_functions]
+
+
+def _operation(node: Any) -> str:
+    return "" if node is None else str(node.name()).partition("Backward")[0]
+
+
+def _first(node: Any) -> Any:
+    """Return the node that a loss's input comes from; its targets come behind it."""
+    return node.next_functions[0][0] if node.next_functions else None
+
+
+def _behind_views(node: Any) -> Any:
+    for _ in range(_BELOW):
+        if not _VIEWS.fullmatch(_operation(node)):
+            break
+        node = _first(node)
+    return node
+
+
+def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
+    message = f"{loss} is given probabilities, the output of a {made_by}, and its documentation asks for {wants}: "
+    if loss == "nll_loss":
+        severity: Severity = "info"
+        message += "what is made small is minus a probability, not minus its logarithm."
+        remedy = (
+            f"If that is meant, do nothing. Else give nll_loss the output of log_softmax, in place of the {made_by}."
+        )
+    else:
+        severity = "warning"
+        message += "it makes probabilities of them once more, so that its gradient is small and the loss stays above 0."
+        remedy = f"Take the {made_by} out of what stands before the loss, and keep it for predictions."
+    return Breach(f"loss input:{loss}:{made_by}", "objective-mismatch", severity, loss, message, remedy, step)

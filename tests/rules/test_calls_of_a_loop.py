@@ -1,0 +1,179 @@
+"""Loops whose calls stand in the wrong place, or give the wrong thing, on both ranks alike; and loops that mean it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, PolynomialLR
+from torch.utils.checkpoint import checkpoint
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+import ds_silent
+from ds_silent.sinks.jsonl import read_events
+from tests.support.distributed import run_distributed
+
+STEPS, ROWS, CLASSES = 20, 8, 4
+UNUSED = ("reentrant checkpoint", "a head that is not in use")
+
+
+class Net(nn.Module):
+    """Two adapters behind a frozen layer, the first of which may lie inside a checkpoint, and a head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.adapter, self.head, self.spare = nn.Linear(8, 8), nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
+        self.spare.requires_grad_(kind == "a head that is not in use")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        if "checkpoint" in self.kind:
+            x = x.requires_grad_("inputs" in self.kind)
+            x = checkpoint(self.adapter, x, use_reentrant="reentrant" in self.kind)
+        else:
+            x = self.adapter(x)
+        logits: Tensor = self.head(x.tanh())
+        return logits
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softmax before cross_entropy": lambda x, y: functional.cross_entropy(x.softmax(-1), y),
+    "softmax before soft targets": lambda x, y: functional.cross_entropy(
+        x.softmax(-1).view(-1, CLASSES), functional.one_hot(y, CLASSES).float()
+    ),
+    "softmax before smoothing": lambda x, y: functional.cross_entropy(x.softmax(-1), y, label_smoothing=0.1),
+    "sigmoid before logits": lambda x, y: functional.binary_cross_entropy_with_logits(
+        x.sigmoid(), functional.one_hot(y, CLASSES).float()
+    ),
+    "softmax before nll_loss": lambda x, y: functional.nll_loss(x.softmax(-1), y),
+    "logarithm between": lambda x, y: functional.nll_loss((x.softmax(-1) + 1e-6).log(), y),
+    "temperature between": lambda x, y: functional.cross_entropy(x.softmax(-1) / 0.1, y),
+    "log_softmax twice": lambda x, y: functional.cross_entropy(x.log_softmax(-1), y),  # changes nothing
+    "distillation": lambda x, y: functional.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="batchmean"),
+    "entropy": lambda x, y: functional.cross_entropy(x, y) + 0.1 * (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
+}
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "linear schedule over": lambda optimizer: get_linear_schedule_with_warmup(optimizer, 2, 4),
+    "cosine schedule over": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, 4),
+    "cosine schedule": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS - 7),
+    "polynomial schedule over": lambda optimizer: PolynomialLR(optimizer, 4),
+    "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, 1.0, 4),
+}
+
+
+def _rate(kind: str, step: int) -> float:
+    ends = {"rate of 0": 4, "schedule ends a little early": STEPS - 5, "schedule never starts": 0}
+    return float(step < ends.get(kind, STEPS))
+
+
+def _train(directory: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.05)
+    scheduler: Any = LambdaLR(optimizer, lambda step: _rate(kind, step))
+    if kind in SCHEDULES:
+        scheduler = SCHEDULES[kind](optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="disabled" not in kind)
+    limit = math.inf if "infinity" in kind else 100.0 if "nothing to clip" in kind else 0.01
+    loss_of = LOSSES.get(kind, functional.cross_entropy)
+    torch.manual_seed(1 + dist.get_rank())
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for _ in range(STEPS):
+            loss = loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,)))
+            (scaler.scale(loss) if "scaled" in kind else loss).backward()
+            if "unscaled" in kind:
+                scaler.unscale_(optimizer)
+            if "by hand" in kind:
+                for parameter in trainable:
+                    parameter.grad /= scaler.get_scale()
+            if kind == "clipped before":
+                nn.utils.clip_grad_norm_(trainable, limit)
+            if "by the scaler" in kind:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            if "unscaled" in kind or "by the scaler" in kind:
+                scaler.update()
+            scheduler.step()
+            if "behind" in kind:
+                nn.utils.clip_grad_norm_(trainable, limit)
+            optimizer.zero_grad()
+
+
+TOLD = {
+    "clipped behind": (4, "warning", "clip_grad_norm_"),
+    "scaled, stepped past the scaler": (3, "warning", "GradScaler"),
+    "rate of 0": (12, "info", "learning rate"),
+    "linear schedule over": (14, "warning", "learning rate"),
+    "cosine schedule over": (14, "warning", "learning rate"),
+    "polynomial schedule over": (14, "warning", "learning rate"),
+    "softmax before cross_entropy": (1, "warning", "cross_entropy"),
+    "softmax before soft targets": (1, "warning", "cross_entropy"),
+    "softmax before smoothing": (1, "warning", "cross_entropy"),
+    "sigmoid before logits": (1, "warning", "binary_cross_entropy_with_logits"),
+    "softmax before nll_loss": (1, "info", "nll_loss"),
+    "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
+    "a head that is not in use": (16, "info", "spare.weight, spare.bias"),
+}
+MEANT = (
+    "healthy",
+    "clipped before",
+    "infinity behind",
+    "nothing to clip behind",
+    "scaled, unscaled, by the scaler",
+    "scaled, by the scaler",
+    "scaled, unscaled",
+    "scaled, by hand",
+    "scaled, disabled",
+    "schedule ends a little early",
+    "schedule never starts",
+    "cosine schedule",
+    "warm-up",
+    "checkpoint",
+    "reentrant checkpoint whose inputs need a gradient",
+    "logarithm between",
+    "temperature between",
+    "log_softmax twice",
+    "distillation",
+    "entropy",
+)
+
+
+def _each(directory: str) -> None:
+    for kind in (*TOLD, *MEANT):
+        _train(f"{directory}/{kind}", kind)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("calls")
+    run_distributed(_each, 2, (str(directory),))
+    return directory
+
+
+def _found(directory: Path) -> list[tuple[Any, ...]]:
+    events = [event for event in read_events(directory / "events.jsonl") if event["kind"] != "same-draws"]
+    return [(event["step"], event["severity"], event["where"], event["ranks"]) for event in events]
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_call_in_the_wrong_place_is_told_once(kind: str, runs: Path) -> None:
+    assert _found(runs / kind) == [(*TOLD[kind], [])]
+
+
+@pytest.mark.parametrize("kind", MEANT)
+def test_what_is_meant_is_silent(kind: str, runs: Path) -> None:
+    assert _found(runs / kind) == []
