@@ -63,28 +63,25 @@ class RateRule(Rule):
         self._at_0 = self._at_0 + 1 if rates and self._trained and not any(rate != 0.0 for rate in rates) else 0
         if self._at_0 == 1:
             self._since = self._framework.step
-        for scheduler, _ in self._found or ():
-            end, step = end_of(scheduler), step_of(scheduler)
-            if end is not None and step > end + max(_AFTER_END, end * _AFTER_END_SHARE):
-                return (self._over(scheduler, end, step),)
-        if self._at_0 < _AFTER_END:
+        ends = [(one, end) for one, _ in self._found or () if (end := end_of(one)) is not None and step_of(one) > end]
+        for scheduler, end in ends:
+            if step_of(scheduler) > end + max(_AFTER_END, end * _AFTER_END_SHARE):
+                return (self._over(scheduler, end),)
+        if ends or self._at_0 < _AFTER_END:
             return ()
         message = f"The learning rate of every parameter group is 0 since step {self._since}: no step changes a weight."
         remedy = "If that is meant, do nothing. Else look at the schedule's length, and at how often it steps."
         return (Breach("rates at 0", "update-mismatch", "info", "learning rate", message, remedy, self._since),)
 
-    def _over(self, scheduler: Any, end: int, step: int) -> Breach:
-        kind, now = (
-            type(scheduler).__name__,
-            ", ".join(f"{rate:.3g}" for rate in _rates(scheduler)[:2] if rate is not None),
-        )
+    def _over(self, scheduler: Any, end: int) -> Breach:
+        rates = [f"{rate:.3g}" for rate in _rates(scheduler) if rate is not None]
         message = (
-            f"The schedule of the learning rate ({kind}) is over, and the training goes on: it was made for {end} steps "
-            f"and is at its step {step}. The rate is {now} now."
+            f"The schedule of the learning rate ({type(scheduler).__name__}) is over, and the training goes on: it was "
+            f"made for {end} steps and is at its step {step_of(scheduler)}. The rate is {' and '.join(rates[:2])} now."
         )
         remedy = (
-            "Make it as long as the training in the steps that it takes: it may step once per micro-batch, or once per "
-            "rank under accelerate."
+            "Make it as long as the training, in the steps that it takes: it may step once per micro-batch, and under "
+            "accelerate once per rank."
         )
         since = self._framework.step
         return Breach("schedule over", "update-mismatch", "warning", "learning rate", message, remedy, since)

@@ -64,8 +64,8 @@ def end_of(scheduler: Any) -> int | None:
         end = scheduler.total_iters if getattr(scheduler, "end_factor", 0.0) == 0.0 else None
     elif type(scheduler) is lr_scheduler.LambdaLR:
         pure = [one for one in scheduler.lr_lambdas if getattr(getattr(one, "func", one), "__module__", None) == _PURE]
-        ends = [getattr(one, "keywords", {}).get("num_training_steps") for one in pure]
-        end = max(ends) if ends and len(ends) == len(scheduler.lr_lambdas) and None not in ends else None
+        ends = {getattr(one, "keywords", {}).get("num_training_steps") for one in pure}
+        end = ends.pop() if len(ends) == 1 and len(pure) == len(scheduler.lr_lambdas) else None
     elif type(scheduler).__module__ == _OF_DEEPSPEED:
         end = getattr(scheduler, "total_num_steps", None)
     return end if isinstance(end, int) else None
