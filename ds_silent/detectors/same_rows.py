@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_silent.detectors.duplicate_data import Pair, shared_findings
+from ds_silent.detectors.duplicate_data import SAME_LOSS, Pair, shared_findings
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.order import TOLERATED_BY_CONTENT
 from ds_silent.detectors.sequential import Array
@@ -74,6 +74,8 @@ class SameRows(Detector):
         usual, pairs = self._shared / max(1.0, self._looked), dict[Pair, tuple[float, int]]()
         for pair in shared_pairs(evidence):
             assert rows is not None
+            if _are_context(record, pair, rows):
+                continue
             (smaller, larger), shared = sorted(rows[rank] for rank in pair), counts[pair]
             chance = max(larger / max(1.0, different), usual)
             ways = math.lgamma(smaller + 1) - math.lgamma(shared + 1) - math.lgamma(smaller - shared + 1)
@@ -105,6 +107,19 @@ class SameRows(Detector):
             state = {"pairs": [[*pair, 0.0, 1] for pair in state], "shared": 0.0, "looked": 0.0}
         self._pairs = {(int(i), int(j)): (float(weight), int(rows)) for i, j, weight, rows in state["pairs"]}
         self._shared, self._looked = float(state["shared"]), float(state["looked"])
+
+
+def _are_context(record: StepRecord, pair: Pair, rows: Sequence[int]) -> bool:
+    """Tell whether these ranks train on a part of what they take: fewer labels than rows, and other losses.
+
+    So it is where each rank's forward takes a whole graph, and its loss some of the nodes. Ranks that train all of the
+    same rows have the same loss, but for what a forward draws.
+    """
+    labels, losses = record.objective.labels, record.loss.per_rank
+    if losses is None or not record.objective.known or labels is None or labels >= sum(rows):
+        return False
+    one, other = (losses[rank] for rank in pair)
+    return abs(one - other) > SAME_LOSS * max(abs(one), abs(other))
 
 
 def _different_rows(evidence: Evidence) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge, duplicate_data
 from ds_silent.detectors.same_rows import SameRows
 from ds_silent.measure.evidence import Coverage, Evidence, LayerValues, OwnPasses
-from ds_silent.records import Event, StepRecord
+from ds_silent.records import Event, ObjectiveStats, StepRecord
 from tests.support.made_records import NOTHING, Run, ids, kinds, make
 
 # -- numbers that are none -------------------------------------------------------------------------------------------
@@ -155,6 +155,17 @@ def test_all_ranks_on_the_same_rows() -> None:
     events = run.steps(3, ids(dict.fromkeys(itertools.combinations(range(4), 2), 4)))
     assert [(e.kind, e.ranks, e.step, e.severity) for e in events] == [("duplicate-data", (0, 1, 2, 3), 1, "error")]
     assert "All 4 ranks" in events[0].message
+
+
+def test_the_same_rows_of_which_each_rank_trains_others_are_no_duplicates() -> None:
+    """A graph whose forward takes all nodes on every rank, and whose loss is of the rank's own."""
+    everything, told = ids({(0, 1): 400}, rows=400), []
+    for labels, losses in ((50, (1.59, 1.6)), (800, (1.59, 1.6)), (50, (1.6, 1.6)), (None, (1.59, 1.6))):
+        record = Run(2).record()
+        objective = ObjectiveStats(1.0, labels=labels, known=labels is not None)
+        record = replace(record, loss=replace(record.loss, per_rank=losses), objective=objective)
+        told.append(kinds(SameRows(16.0).step(record, replace(everything, rows_per_rank=(400, 400)))))
+    assert told == [[], ["duplicate-data"], ["duplicate-data"], ["duplicate-data"]]
 
 
 def test_one_pair_on_the_same_rows_and_its_end() -> None:
