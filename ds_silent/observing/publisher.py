@@ -27,10 +27,12 @@ from ds_silent.measure.reduction_check import ReductionChecker
 from ds_silent.measure.tracer import Tracer
 from ds_silent.observing.recorder import Recorder
 from ds_silent.observing.records_directory import RunDirectory
-from ds_silent.records import Seconds
+from ds_silent.records import Event, Seconds
 from ds_silent.replicas.compare import Drift, ReplicaChecks
 from ds_silent.respond.responder import Responder
 from ds_silent.sinks.scalars import MonitorSink
+
+_IDLE = 8  # updates in a row without a backward before them, from which on they are told
 
 
 class Publisher:
@@ -60,6 +62,7 @@ class Publisher:
         self._early: set[int] = set()  # boundaries of those that are written already
         self._newest = -1  # step of the newest record
         self._parting: tuple[object, ...] = ()  # at the step before
+        self._idle = 0  # updates in a row that no backward came before
 
     # -- what this rank knows of a step by itself ------------------------------------------------------------------
 
@@ -73,6 +76,12 @@ class Publisher:
             duration = None if self._ended is None else now - self._ended
             self._contexts[boundary] = self._context(Seconds(duration, observing))
         self._ended = now
+
+    def update_begins(self, idle: bool, step: int) -> None:
+        """Report optimizers that step again and again and find no gradient; ``idle``: no backward reached the model."""
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle == _IDLE and self.recorder.writes:
+            self.recorder.report(nothing_trained(step - _IDLE + 1))
 
     def cut_short(self, boundary: int) -> None:
         """Keep the context of a step that does not end, because the training does."""
@@ -220,6 +229,19 @@ def parting_of(known: Gathered, settings: Mapping[str, Parts]) -> tuple[object, 
     if hashes is not None and on_all(known.reduced.seen) and bool((hashes[:, 1:] != hashes[0, 1:]).any()):
         found.append("aggregate")
     return tuple(found)
+
+
+def nothing_trained(step: int) -> Event:
+    """Make the event of updates since ``step`` that find no gradient: no backward reaches the model any more."""
+    message = (
+        f"Since step {step} the optimizer steps, and no backward before it has brought the model a gradient: nothing "
+        "is trained, and no step is measured."
+    )
+    remedy = (
+        "Look at what needs a gradient (requires_grad) and at what cuts the loss off from the model: loading a second "
+        "adapter freezes the first in some versions of peft; detach() and no_grad() do. If that is meant, do nothing."
+    )
+    return Event(step, "update-mismatch", "warning", (), "gradient", None, None, message, remedy)
 
 
 def model_of(capture: StepCapture) -> WholeModel | None:

@@ -139,6 +139,7 @@ class StepLoop:
     def before_update(self, *_: Any, **__: Any) -> None:
         """Publish the observation posted last and post this step's: gradients are reduced, no optimizer has run."""
         started, self._idle = time.perf_counter(), not self._capture.moments.came
+        self._guard.local(self.publisher.update_begins, self._idle, self._capture.step)
         if not self._idle:  # else there was no backward before it, and nothing that it could pair with
             self._exchange_step(self._capture.step)
             self._observe_seconds = time.perf_counter() - started

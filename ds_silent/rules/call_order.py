@@ -2,6 +2,7 @@
 
 * ``clip_grad_norm_`` behind the step: the gradients that it makes smaller are never applied, so nothing is clipped.
   Silent: a limit of infinity, by which scripts read the norm, and a clipping that had nothing to make smaller.
+* ``zero_grad()`` between the backward and the step: the optimizer finds no gradient.
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
   gradients that are applied are too large by the scale. Silent: ``unscale_`` before it, and a script that asks for the
   scale, because it may divide by it itself.
@@ -79,6 +80,39 @@ class ClippedBehindStep(Rule):
             "Call it between backward() and optimizer.step(); under a GradScaler behind scaler.unscale_(optimizer)."
         )
         return (Breach("clipped", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, self._since),)
+
+
+class EmptyStep(Rule):
+    """Follow the steps of all optimizers of which no parameter has a gradient, behind a reduction."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._own = set(map(id, framework.parameters))
+        self._times = self._since = 0
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at what each step finds."""
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if len(args) > 1 or kwargs or any(one.grad is not None or id(one) not in self._own for one in held):
+            self._times = 0  # a closure runs the backward in the step; masters may keep gradients elsewhere
+            return
+        self._times += 1
+        if self._times == 1:
+            self._since = self._framework.step
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._times < _TIMES * max(1, len(self._framework.optimizers())):
+            return ()
+        message = (
+            f"Each optimizer.step() since step {self._since} finds no gradient in any parameter, although the backward "
+            "has brought some: they are cleared before the step, and nothing is trained."
+        )
+        remedy = "Call zero_grad() behind optimizer.step(), or before the first backward of a step, and not between."
+        return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._since),)
 
 
 class ScaledStep(Rule):

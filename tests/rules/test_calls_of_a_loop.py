@@ -94,6 +94,8 @@ def _train(directory: str, kind: str) -> None:
         for _ in range(STEPS):
             loss = loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,)))
             (scaler.scale(loss) if "scaled" in kind else loss).backward()
+            if kind == "cleared between":
+                optimizer.zero_grad()
             if "unscaled" in kind:
                 scaler.unscale_(optimizer)
             if "by hand" in kind:
@@ -115,6 +117,7 @@ def _train(directory: str, kind: str) -> None:
 
 TOLD = {
     "clipped behind": (4, "warning", "clip_grad_norm_"),
+    "cleared between": (4, "error", "zero_grad"),
     "scaled, stepped past the scaler": (3, "warning", "GradScaler"),
     "rate of 0": (12, "info", "learning rate"),
     "linear schedule over": (14, "warning", "learning rate"),
