@@ -62,12 +62,13 @@ class LabelWeightsTest(Detector):
     """Judge the sum of the weights, and where it is promised their spread."""
 
     key = "objective"
-    stored = ("noted", "value", "steps", "beside", "noted_beside")
+    stored = ("noted", "value", "steps", "beside", "noted_beside", "short")
 
     def __init__(self) -> None:
         self._noted = self._noted_beside = False
         self._beside = 0  # steps in a row at which other terms count more often than the labels' mean
         self._value, self._steps = 0.0, 0  # of the steps that may become a note
+        self._short = 0  # steps in a row with fewer micro-batches than a wrapper divides by
         self._open: Finding | None = None
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -79,7 +80,10 @@ class LabelWeightsTest(Detector):
         elif weights is None:
             self._open, self._steps = _added_up(record, evidence), 0
         elif not _is_short(weights):  # else what was found before stays
-            self._open = self._judged(record, weights, evidence)
+            self._open, self._short = self._judged(record, weights, evidence), 0
+        else:
+            self._short += 1
+            self._open = _always_short(record, weights) if self._short >= CLIPPED_STEPS else self._open
         return [] if self._open is None else [self._open]
 
     def _judged(self, record: StepRecord, weights: LabelWeights, evidence: Evidence) -> Finding | None:
@@ -181,6 +185,23 @@ def _is_short(weights: LabelWeights) -> bool:
     promise = _of_the_mean(weights)
     promised = 0 if promise is None else promise.micro_batches
     return len(weights.backwards) > 1 or (promised > 0 and promised not in weights.backwards)
+
+
+def _always_short(record: StepRecord, weights: LabelWeights) -> Finding | None:
+    """Tell steps that never have as many micro-batches as the wrapper of their backward divides by."""
+    promise, count, total = weights.promise, max(weights.backwards), float(weights.totals.mean())
+    if promise is None or not _is_mean(weights) or not _near(total * promise.micro_batches, float(count)):
+        return None
+    come = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    message = (
+        f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: each step has "
+        f"{come}, and {promise.by} divides by {promise.micro_batches}."
+    )
+    remedy = (
+        f"Let {promise.micro_batches} micro-batches make a step (under accelerate each within "
+        f"accelerator.accumulate(model)), or configure {count}."
+    )
+    return _finding("sum", message, remedy, total, record.step - CLIPPED_STEPS + 1)
 
 
 def _is_short_of_its_divisor(weights: LabelWeights, total: float, count: int) -> bool:

@@ -177,6 +177,7 @@ class TorchLoop:
             boundary, self._open = self._boundary, False
             self._accumulated = True
             self._reduced = self._reduced or boundary
+            self._counts.unreduced = not self._reduced
             if boundary and self._reduces_in_backward:
                 self._moments.post_reduction()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.batch import BatchContents
-from ds_silent.rules.call_order import ClippedBehindStep, EmptyStep, ScaledStep
+from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.loss_input import LossInput
@@ -24,7 +24,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    of_loop = (ClearedGradients, ClippedBehindStep, EmptyStep, ScaledStep, NoGradient)
+    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient)
     of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, TiedWeights)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"

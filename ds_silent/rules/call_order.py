@@ -1,8 +1,10 @@
 """Check that what belongs before ``optimizer.step()`` does not stand behind it, on every rank alike.
 
 * ``clip_grad_norm_`` behind the step: the gradients that it makes smaller are never applied, so nothing is clipped.
-  Silent: a limit of infinity, by which scripts read the norm, and a clipping that had nothing to make smaller.
+  Within the accumulation: each rank clips by the norm of its own gradients, before they are reduced. With a limit of 0:
+  nothing is left. Silent: a limit of infinity, by which scripts read the norm, and clippings without an effect.
 * ``zero_grad()`` between the backward and the step: the optimizer finds no gradient.
+* One ``autocast`` around the whole loop: it keeps the weights as it has cast them first, until it is left.
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
   gradients that are applied are too large by the scale. Silent: ``unscale_`` before it, and a script that asks for the
   scale, because it may divide by it itself.
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
@@ -25,14 +28,16 @@ _TIMES = 3  # in a row
 _READS = 8  # norms that are read, each of which waits for the device
 
 
-class ClippedBehindStep(Rule):
-    """Follow the clipping of gradients that were applied already."""
+class Clipping(Rule):
+    """Follow the calls of ``clip_grad_norm_`` that do not do what they are called for."""
 
     def __init__(self, framework: Framework):
         self._framework = framework
+        self._own = set(map(id, framework.parameters))
         self._applied: set[int] = set()  # ids of the parameters that were stepped since the last backward
-        self._times = self._since = self._reads = 0
-        self._clipped = ""  # the last one, in words
+        self._reads = 0
+        self._times = dict.fromkeys(_CLIPPED, 0)  # in a row
+        self._found: dict[str, Breach] = {}
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each backward, step and clipping."""
@@ -56,30 +61,47 @@ class ClippedBehindStep(Rule):
         self._applied |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def _clips(self, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any) -> None:
-        given = {id(parameters)} if isinstance(parameters, torch.Tensor) else set(map(id, parameters))
-        if not given or not given <= self._applied:
-            self._times = 0 if given & set(map(id, self._framework.parameters)) else self._times
+        given = {id(parameters)} if isinstance(parameters, Tensor) else set(map(id, parameters))
+        if not given & self._own:
             return
-        if self._reads == _READS or not math.isfinite(max_norm):
+        behind, local = given <= self._applied, self._framework.counts.unreduced and not self._applied
+        how = "behind" if behind else "local" if local else "to 0" if max_norm == 0.0 else None
+        for other in [other for other in _CLIPPED if other != how and not (how is None and other == "local")]:
+            self._times[other] = 0
+        if how is None or how in self._found or self._reads == _READS or not math.isfinite(max_norm):
             return
         self._reads += 1
         norm = float(total_norm)
-        if norm > max_norm:
-            self._times += 1
-            self._since = self._since or self._framework.step
-            self._clipped = f"a norm of {norm:.3g} to {max_norm:.3g}"
+        self._times[how] += norm > max_norm
+        if self._times[how] >= _TIMES:
+            clipped = f"a norm of {norm:.3g} to {max_norm:.3g}"
+            message, remedy = (text.format(clipped=clipped) for text in _CLIPPED[how])
+            since = self._framework.step
+            self._found[how] = Breach(
+                f"clipped:{how}", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, since
+            )
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._times < _TIMES:
-            return ()
-        message = (
-            "clip_grad_norm_ is called behind optimizer.step(), on gradients that were applied already "
-            f"({self._clipped}): no update is clipped."
-        )
-        remedy = (
-            "Call it between backward() and optimizer.step(); under a GradScaler behind scaler.unscale_(optimizer)."
-        )
-        return (Breach("clipped", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, self._since),)
+        return tuple(self._found.values())
+
+
+_CLIPPED = {
+    "behind": (
+        "clip_grad_norm_ is called behind optimizer.step(), on gradients that were applied already ({clipped}): no "
+        "update is clipped.",
+        "Call it between backward() and optimizer.step(); under a GradScaler behind scaler.unscale_(optimizer).",
+    ),
+    "local": (
+        "clip_grad_norm_ is called within the accumulation, on gradients that are not reduced yet ({clipped}): each "
+        "rank clips by the norm of its own, and what is reduced is no mean of the losses' gradients.",
+        "Call it once per step, behind the last backward, which reduces (accelerate: if accelerator.sync_gradients).",
+    ),
+    "to 0": (
+        "clip_grad_norm_ is called with a limit of 0 ({clipped}): it makes every gradient 0, and nothing is trained.",
+        "Leave it out, or give it a limit above 0.",
+    ),
+}
+"""Message and remedy of each."""
 
 
 class EmptyStep(Rule):
@@ -168,3 +190,40 @@ class ScaledStep(Rule):
             "needs no scaler."
         )
         return (Breach("scaled", "update-mismatch", "warning", "GradScaler", message, remedy, self._since),)
+
+
+class StaleCasts(Rule):
+    """Follow steps within an ``autocast`` that the forwards before and behind them lie in, too."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._times = self._since = 0  # steps within one context
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at each step, and at what empties autocast's cache: leaving the outermost context does."""
+
+        def clear(original: Callable[..., Any]) -> Any:
+            self._times = 0
+            return original()
+
+        patches.wrap(torch, "clear_autocast_cache", clear)
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        first = next(iter(self._framework.parameters), None)
+        if first is None or first.dtype != torch.float32 or not torch.is_autocast_cache_enabled():
+            return
+        if torch.is_autocast_enabled(first.device.type):
+            self._times += 1
+            self._since = self._framework.step if self._times == 1 else self._since
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._times <= _TIMES * max(1, len(self._framework.optimizers())):
+            return ()
+        message = (
+            f"One autocast lies around forwards and steps since step {self._since}: it keeps the weights as it has "
+            "cast them first, so that each forward since uses those of that step."
+        )
+        remedy = "Put autocast around the forward alone, or set cache_enabled=False."
+        return (Breach("autocast", "weights-mismatch", "warning", "autocast", message, remedy, self._since),)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from ds_silent.distributed.parts import listed
@@ -115,12 +115,12 @@ class NoGradient(Rule):
 
 
 def _in_reentrant_checkpoint(frame: FrameType | None) -> bool:
-    """Tell whether a reentrant checkpoint's forward is among the callers; a stack that is too deep says no."""
+    """Tell whether a reentrant checkpoint whose inputs need no gradient is among the callers; a deep stack says no."""
     code = checkpoint.CheckpointFunction.forward.__code__
     for _ in range(_FRAMES):
         if frame is None:
             return False
         if frame.f_code is code:
-            return True
+            return not any(isinstance(one, Tensor) and one.requires_grad for one in frame.f_locals.get("args", ()))
         frame = frame.f_back
     return False

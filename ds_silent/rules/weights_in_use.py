@@ -213,5 +213,5 @@ def _trained_weight(model: nn.Module, getter: str, kind: type[nn.Module]) -> Ten
         held = getattr(model, getter)()
     except Exception:  # not every model has one
         return None
-    weight = held.weight if isinstance(held, kind) else None
+    weight = held.weight if isinstance(held, kind) or hasattr(held, "modules_to_save") else None  # peft's copy is used
     return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None

@@ -23,6 +23,7 @@ from tests.support.distributed import run_distributed
 
 STEPS, ROWS, CLASSES = 20, 8, 4
 UNUSED = ("reentrant checkpoint", "a head that is not in use")
+STATIC = "a part of a reentrant checkpoint whose inputs need a gradient"
 
 
 class Net(nn.Module):
@@ -39,11 +40,15 @@ class Net(nn.Module):
         x = self.frozen(x)
         if "checkpoint" in self.kind:
             x = x.requires_grad_("inputs" in self.kind)
-            x = checkpoint(self.adapter, x, use_reentrant="reentrant" in self.kind)
+            inner = self._half if self.kind == STATIC else self.adapter
+            x = checkpoint(inner, x, use_reentrant="reentrant" in self.kind)
         else:
             x = self.adapter(x)
         logits: Tensor = self.head(x.tanh())
         return logits
+
+    def _half(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.adapter.weight) + self.adapter(x).detach()
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -80,19 +85,31 @@ def _rate(kind: str, step: int) -> float:
 
 def _train(directory: str, kind: str) -> None:
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED)
+    model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED, static_graph=kind == STATIC)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.05)
     scheduler: Any = LambdaLR(optimizer, lambda step: _rate(kind, step))
     if kind in SCHEDULES:
         scheduler = SCHEDULES[kind](optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="disabled" not in kind)
-    limit = math.inf if "infinity" in kind else 100.0 if "nothing to clip" in kind else 0.01
+    limit = 0.0 if "to 0" in kind else math.inf if "infinity" in kind else 100.0 if "nothing to clip" in kind else 0.01
     loss_of = LOSSES.get(kind, functional.cross_entropy)
     torch.manual_seed(1 + dist.get_rank())
-    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+    around = torch.autocast(
+        "cpu", torch.bfloat16, enabled="autocast around" in kind, cache_enabled="uncached" not in kind
+    )
+    within = torch.autocast("cpu", torch.bfloat16, enabled="autocast within" in kind)
+    config = {"output_dir": directory, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config=config), around:
         for _ in range(STEPS):
-            loss = loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,)))
+            for _ in range(3 if "accumulation" in kind else 0):
+                with model.no_sync():
+                    (loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))) / 4).backward()
+                if "clipped within" in kind:
+                    nn.utils.clip_grad_norm_(trainable, limit)
+            with within:
+                loss = loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,)))
+            loss = loss / 4 if "accumulation" in kind else loss
             (scaler.scale(loss) if "scaled" in kind else loss).backward()
             if kind == "cleared between":
                 optimizer.zero_grad()
@@ -101,7 +118,7 @@ def _train(directory: str, kind: str) -> None:
             if "by hand" in kind:
                 for parameter in trainable:
                     parameter.grad /= scaler.get_scale()
-            if kind == "clipped before":
+            if "clipped before" in kind or "clipped within" in kind:
                 nn.utils.clip_grad_norm_(trainable, limit)
             if "by the scaler" in kind:
                 scaler.step(optimizer)
@@ -117,6 +134,9 @@ def _train(directory: str, kind: str) -> None:
 
 TOLD = {
     "clipped behind": (4, "warning", "clip_grad_norm_"),
+    "clipped before, to 0": (3, "warning", "clip_grad_norm_"),
+    "clipped within the accumulation": (1, "warning", "clip_grad_norm_"),
+    "autocast around the loop": (4, "warning", "autocast"),
     "cleared between": (4, "error", "zero_grad"),
     "scaled, stepped past the scaler": (3, "warning", "GradScaler"),
     "rate of 0": (12, "info", "learning rate"),
@@ -129,12 +149,17 @@ TOLD = {
     "sigmoid before logits": (1, "warning", "binary_cross_entropy_with_logits"),
     "softmax before nll_loss": (1, "info", "nll_loss"),
     "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
+    STATIC: (16, "info", "adapter.bias"),
     "a head that is not in use": (16, "info", "spare.weight, spare.bias"),
 }
 MEANT = (
     "healthy",
     "clipped before",
     "infinity behind",
+    "clipped before, after an accumulation",
+    "clipped within an accumulation, to infinity",
+    "autocast around, uncached",
+    "autocast within",
     "nothing to clip behind",
     "scaled, unscaled, by the scaler",
     "scaled, by the scaler",
