@@ -320,31 +320,49 @@ def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float,
 
 
 def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds, int]:
-    """Take each row once where every micro-batch of all ranks holds all of its rows as often: contrastive views.
+    """Take each row of a micro-batch once where all micro-batches of all ranks hold as many rows that come again.
 
-    The views lie one behind the other, or a row's are neighbours. Return rows as they are where that is not so, or
+    So it is with the views of contrastive losses, and where a batch is forwarded once more in another order, as for
+    the negatives of a triplet. Return rows as they are where that is not so, where less than a quarter comes again, or
     where a micro-batch holds one row alone.
     """
     own = sent.values[sent.owners == sent.owners[0]] if len(sent.owners) else sent.values
     if len(np.unique(own)) == len(own) > 1:  # nearly always
         return sent, own_rows
     size = own_rows // micro_batches if micro_batches else 0
-    if size < 4 or own_rows % micro_batches or not sent.complete or (sent.taken % size).any() or sent.unsent:
+    if (
+        not len(own)
+        or size < 4
+        or own_rows % micro_batches
+        or not sent.complete
+        or (sent.taken % size).any()
+        or sent.unsent
+    ):
         return sent, own_rows
     whole, place = np.divmod(sent.places, size)
     keys = np.stack([sent.owners, whole, sent.values])
     _, first, row, views = np.unique(keys, axis=1, return_index=True, return_inverse=True, return_counts=True)
-    count = int(views[0]) if len(views) else 1
-    if count == 1 or (views != count).any() or size % count or size == count:
+    once = np.sort(first)  # in the order in which they came
+    if sent.rate < 1.0:  # of a sample: which row it is follows from where its views are
+        kept = size // int(views[0])
+        ordered = np.stack([place % kept, place // int(views[0])])
+        number = next((own for own in ordered if (own == own[first][row.reshape(-1)]).all()), None)
+        if number is None or (views != size / kept).any():
+            return sent, own_rows
+        number = number[once]
+    else:
+        _, begin, counts = np.unique(keys[:2, once], axis=1, return_index=True, return_counts=True)
+        kept = int(counts[0])
+        if (counts != kept).any():
+            return sent, own_rows
+        number = np.arange(len(once)) - np.repeat(begin, counts)
+    if not 1 < kept <= 0.75 * size:
         return sent, own_rows
-    ordered = np.stack([place % (size // count), place // count])  # a row's number within its micro-batch, either way
-    number = next((own for own in ordered if (own == own[first][row.reshape(-1)]).all()), None)
-    if number is None:
-        return sent, own_rows
-    places = whole * (size // count) + number
-    order = first[np.lexsort((places[first], sent.owners[first]))]
-    fewer = (sent.taken // count, sent.looked // count, sent.sampled // count)
-    return StepIds(sent.values[order], sent.owners[order], places[order], *fewer, sent.rate), own_rows // count
+    places = whole[once] * kept + number
+    taken, looked = (full // size * kept for full in (sent.taken, sent.looked))
+    sampled = sent.sampled * kept // size if sent.rate < 1.0 else looked
+    values = sent.values[once], sent.owners[once], places
+    return StepIds(*values, taken, looked, sampled, sent.rate), kept * micro_batches
 
 
 def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
