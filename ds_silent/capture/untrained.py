@@ -47,6 +47,7 @@ class Missed(NamedTuple):
 
     unreduced: tuple[str, ...] = ()
     unheld: tuple[str, ...] = ()  # those that are in ``unreduced`` too left out
+    ignored: tuple[str, ...] = ()  # unreduced, as the script has told its wrapper
 
 
 NOTHING = Missed()
@@ -80,10 +81,13 @@ class Untrained:
         if not suspects:
             return NOTHING
         self._came |= {place for place in suspects if self._parameters[place].grad is not None}
-        unreduced = [place for place in self._unreduced if place in self._came]
-        unheld = [place for place in self._unheld if place in self._came and place not in unreduced]
+        told = set(getattr(self._framework and self._framework.wrapper, "parameters_to_ignore", ()))
+        came = [place for place in self._unreduced if place in self._came]
+        unreduced = tuple(self._names[place] for place in came if self._names[place] not in told)
+        ignored = tuple(self._names[place] for place in came if self._names[place] in told)
+        unheld = [place for place in self._unheld if place in self._came and place not in self._unreduced]
         unheld = self._no_copies(unheld)
-        return Missed(tuple(self._names[place] for place in unreduced), tuple(self._names[place] for place in unheld))
+        return Missed(unreduced, tuple(self._names[place] for place in unheld), ignored)
 
     def _no_copies(self, places: list[int]) -> list[int]:
         """Leave out the parameters that the script may write from masters: tensors of their shapes in its optimizers.
@@ -155,6 +159,21 @@ def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:
                 since=step,
                 kind="unreduced-gradient",
                 effects=("replica-drift",),
+            )
+        )
+    if missed.ignored:
+        found.append(
+            Unlike(
+                key="untrained:ignored",
+                ranks=(),
+                where=listed(missed.ignored, SHOWN_PARAMETERS),
+                message=f"{_these(missed.ignored)} a gradient on all ranks that DistributedDataParallel does not "
+                "reduce, because it was told to ignore it (parameters_to_ignore): each rank trains it by its own rows.",
+                remedy="Do nothing if each rank is to have its own, such as a part of a sharded embedding. Else reduce "
+                "it, or take its name out of that list: the replicas part from this step on.",
+                since=step,
+                kind="unreduced-gradient",
+                severity="info",
             )
         )
     if missed.unheld:

@@ -157,7 +157,6 @@ class DDPFramework(TorchFramework):
     ):
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         self.wrapper, self._reduced = ddp, reduced_parameters(ddp)
-        self._ignored = {id(p) for name, p in ddp.module.named_parameters() if name in ignored}
         named = [
             (name, p)
             for name, p in ddp.module.named_parameters()
@@ -188,7 +187,7 @@ class DDPFramework(TorchFramework):
         return arithmetic_of(self._ddp, {p.dtype for p in self.parameters}, elements, width)
 
     def reduced_ids(self) -> Set[int] | None:
-        return None if self._reduced is None else self._reduced | self._ignored
+        return self._reduced
 
     def replicated(self) -> tuple[Items, Callable[[], Items]]:
         """Return nothing where replicas differ by design."""

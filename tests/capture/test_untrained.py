@@ -95,6 +95,7 @@ class Case:
     framework: str = "ddp"
     before: bool = False  # it comes between the wrapper and the observer
     clears: str = "module"  # whose zero_grad the script calls
+    ignores: tuple[str, ...] = ()  # what the wrapper is told not to reduce
     thawed: bool = False  # nothing is frozen as the wrapper is built
     says: tuple[str, ...] = ()
     expected: tuple[tuple[str, str, int], ...] = ()  # kind, where, step
@@ -107,6 +108,7 @@ CASES = {
     "frozen layers, not held": Case(holds="trainable"),
     "a reduction that is delayed": Case(framework="ddp, delayed"),
     "frozen layers, fully_shard": Case(framework="fsdp2"),
+    "told to ignore a layer": Case(ignores=("last.weight",), expected=(("replica-drift", "last.weight", 2),)),
     "two optimizers": Case(holds="two"),
     "an optimizer that the observer is not given": Case(holds="one of two"),
     "staged, all anew": Case(begin_a_stage, holds="trainable"),
@@ -169,6 +171,7 @@ def train(directory: str, case: Case) -> tuple[list[dict[str, Any]], str]:
                 wrapper = DelayedReduction
                 options["delay_all_reduce_named_params"] = [("last.weight", module.last.weight)]
                 options["param_to_hook_all_reduce"] = module.down.weight
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(case.ignores))
             script.model = wrapper(module, **options)
 
     def attach() -> None:
@@ -233,6 +236,14 @@ def test_it_is_a_fact_at_its_first_step(name: str, found: dict[str, tuple[list[d
     assert [(one["kind"], one["where"], one["step"]) for one in wrong] == list(case.expected), wrong
     for words in case.says:
         assert words in wrong[0]["message"] + wrong[0]["remedy"]
+
+
+def test_what_the_wrapper_was_told_to_ignore_is_noted(
+    found: dict[str, tuple[list[dict[str, Any]], str]],
+) -> None:
+    events, _ = found["told to ignore a layer"]
+    first = [(one["kind"], one["severity"], one["where"], one["step"], one["ranks"]) for one in events[:1]]
+    assert first == [("unreduced-gradient", "info", "last.weight", 1, [])]
 
 
 def test_weights_are_those_of_a_training_without_an_observer(
