@@ -240,13 +240,15 @@ def sampler_facts(loader: Any) -> SamplerFacts | None:
     ``num_processes`` and ``process_index`` of accelerate's shards, in which its ``SeedableRandomSampler`` (with an
     ``initial_seed``) holds the data. A sampler of one's own is read by the names of torch's.
     """
-    samplers = samplers_in(loader)
-    for place_in, sampler in enumerate(samplers):
-        for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
-            world_size, rank = getattr(sampler, size, None), getattr(sampler, place, None)
-            if isinstance(world_size, int) and isinstance(rank, int):
-                return _facts_of(samplers[place_in:], world_size, rank)
-    return None
+    samplers, pairs = samplers_in(loader), (("num_replicas", "rank"), ("num_processes", "process_index"))
+    said = [(n, getattr(one, a, None), getattr(one, b, None)) for n, one in enumerate(samplers) for a, b in pairs]
+    cuts = [(n, shares, share) for n, shares, share in said if isinstance(shares, int) and isinstance(share, int)]
+    if not cuts:
+        return None
+    place, shares, share = cuts[0]
+    if hasattr(samplers[place], "process_index") and len(cuts) > 1:  # accelerate cuts what another has cut
+        shares, share = shares * cuts[1][1], share * cuts[1][1] + cuts[1][2]
+    return _facts_of(samplers[place:], shares, share)
 
 
 def _facts_of(within: Sequence[Any], world_size: int, rank: int) -> SamplerFacts:

@@ -43,7 +43,8 @@ _REMEDIES: Mapping[EventKind, str] = {
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
     "duplicate-data": "Give each rank's sampler its own rank and the real world size, once the process group exists.",
-    "low-coverage": "Give every rank's sampler the real world size, once the process group exists.",
+    "low-coverage": "Give every rank's sampler the real world size, once the process group exists; accelerate cuts the "
+    "data itself, and wants no DistributedSampler in what it prepares.",
     "objective-mismatch": "Make the loss on every rank alike.",
     "config-mismatch": "Start every rank from the same code, configuration and environment.",
 }

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from ds_silent.frameworks.deepspeed.state import config_items
 from ds_silent.preflight.environment import environment_items, git_revision
@@ -117,6 +118,16 @@ def test_samplers_that_tell_how_they_share() -> None:
     assert len({facts(1).permutation, facts(1, seed=1).permutation, facts(1, epoch=1).permutation}) == 3
     assert sampler_facts(DataLoader(data)) is None  # type: ignore[arg-type]
     assert sampler_facts(None) is None
+
+
+def test_what_accelerate_cuts_once_more_is_a_share_of_a_share() -> None:
+    data = list(range(96))
+    inner: DistributedSampler[int] = DistributedSampler(data, 2, 1)  # type: ignore[arg-type]
+    for sampler, expected in ((inner, (4, 1)), (SequentialSampler(data), (2, 0))):
+        shard = BatchSamplerShard(BatchSampler(sampler, 8, False), num_processes=2, process_index=0)
+        found = sampler_facts(DataLoader(data, batch_sampler=shard))  # type: ignore[arg-type]
+        assert found is not None
+        assert (found.world_size, found.rank) == expected
 
 
 def sampler_events(*facts: SamplerFacts | None) -> list[Event]:
