@@ -196,7 +196,7 @@ class LocalSettings:
         autocast = item_of("autocast", "config", ", ".join(look.autocast) or "not known")
         missed = [
             item_of(f"parameters that nothing {does}", "parameters", ", ".join(names) or "none")
-            for does, names in zip(("reduces", TRAINS), look.missed, strict=True)
+            for does, names in zip(("reduces", TRAINS), look.missed[:2], strict=True)
         ]
         text, structure, factor = look.objective
         numbers = () if structural else (f"{factor:.6g}", text)

@@ -3,7 +3,8 @@
 ``cross_entropy`` and ``binary_cross_entropy_with_logits`` make probabilities of their input themselves; where a model's
 softmax or sigmoid has made some already, no class of C can come above e / (e + C - 1), and the model learns slowly, on
 every rank alike: a warning. ``nll_loss`` wants logarithms: a note, as minus a probability is a loss, too. Both are read
-from autograd's graph, where the two operations are neighbours. Silent: anything between them that computes (a
+from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition, by which the
+classes of (B, T, C) are to come second: a warning. Silent: anything between them that computes (a
 temperature, a logarithm), other losses, and graphs that are compiled.
 """
 
@@ -77,6 +78,8 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
             made_by = _operation(_behind_views(_first(node)))
             if made_by in wrong:
                 yield loss, made_by.lower(), wants
+            elif operation == "LogSoftmax" and _mixes_classes(_first(node)):
+                yield loss, "view", "classes"
         if operation in _NLL or _VIEWS.fullmatch(operation) or _COMPUTES.fullmatch(operation):
             waiting += [inner for inner, _ in node.next_functions]
 
@@ -98,16 +101,29 @@ def _behind_views(node: Any) -> Any:
     return node
 
 
+def _mixes_classes(view: Any) -> bool:
+    """Tell whether a view gives (B, T, C) the sizes of (B, C, T), and so mixes classes with places."""
+    before = tuple(getattr(view, "_saved_self_sym_sizes", ()))
+    after = tuple(view._input_metadata[0].shape) if before and hasattr(view, "_input_metadata") else ()
+    return len(before) > 2 and after != before and after == (before[0], before[-1], *before[1:-1])
+
+
 def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
     message = f"{loss} is given probabilities, the output of a {made_by}, and its documentation asks for {wants}: "
-    if loss == "nll_loss":
-        severity: Severity = "info"
+    severity: Severity = "warning"
+    if wants == "classes":
+        message = (
+            f"{loss} is given a view that exchanges the sizes of classes and places, and not their values: "
+            "the numbers of one place lie in the rows of several classes."
+        )
+        remedy = "Exchange the dimensions by transpose(1, 2) or permute, and not by view or reshape."
+    elif loss == "nll_loss":
+        severity = "info"
         message += "what is made small is minus a probability, not minus its logarithm."
         remedy = (
             f"If that is meant, do nothing. Else give nll_loss the output of log_softmax, in place of the {made_by}."
         )
     else:
-        severity = "warning"
         message += "it makes probabilities of them once more, so that its gradient is small and the loss stays above 0."
         remedy = f"Take the {made_by} out of what stands before the loss, and keep it for predictions."
     return Breach(f"loss input:{loss}:{made_by}", "objective-mismatch", severity, loss, message, remedy, step)

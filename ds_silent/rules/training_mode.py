@@ -8,6 +8,7 @@ evaluation mode. Silent: a change of mode that no evaluation preceded, and model
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import dropout_probabilities
 from ds_silent.rules.rule import Breach, Rule
 
+_NEVER = 3  # measured
 _STEPS = 2  # measured, in a row: one may be a step of another kind
 _SHOWN = 2
 
@@ -34,6 +36,8 @@ class TrainingMode(Rule):
         self._trained = self._evaluated = False  # in training mode, ever; in evaluation mode, without gradients, since
         self._in_training = self._in_evaluation = False  # forwards with gradients since the last measured step
         self._steps = self._since = 0  # measured, all forwards of which were in evaluation mode; the first
+        self._untrained = 0  # measured, in evaluation mode
+        self._drops: bool | None = None  # the model has dropout, once that was looked at
         self._off = ""  # what evaluation mode switches off
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -54,11 +58,12 @@ class TrainingMode(Rule):
     def breaches(self) -> tuple[Breach, ...]:
         stays = self._evaluated and self._in_evaluation and not self._in_training
         self._steps = self._steps + 1 if stays else 0
+        self._untrained = self._untrained + 1 if self._in_evaluation else 0
         self._in_training = self._in_evaluation = False
         if self._steps == 1:
             self._since, self._off = self._framework.step, _switched_off(self._framework.module)
         if self._steps < _STEPS or not self._off:
-            return ()
+            return self._never()
         message = (
             f"The model is trained in evaluation mode since step {self._since}: {self._off}. It was trained in "
             "training mode before, until it was evaluated."
@@ -69,6 +74,22 @@ class TrainingMode(Rule):
         )
         where = "training mode"
         return (Breach("mode", "update-mismatch", "warning", where, message, remedy, self._since, ("outlier-rank",)),)
+
+    def _never(self) -> tuple[Breach, ...]:
+        """Note a model of transformers whose dropout is off since ``from_pretrained``, which sets evaluation mode."""
+        kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+        if self._trained or self._untrained < _NEVER or not isinstance(self._framework.module, kind):
+            return ()
+        if self._drops is None:
+            self._drops = bool(dropout_probabilities(self._framework.module))
+        if not self._drops:
+            return ()
+        message = (
+            "The model has been trained in evaluation mode from the first step on, as from_pretrained leaves it: its "
+            "dropout is off."
+        )
+        remedy = "If that is meant, do nothing. Else call model.train() before the first step."
+        return (Breach("never", "update-mismatch", "info", "training mode", message, remedy, 1),)
 
 
 def _switched_off(model: nn.Module) -> str:

@@ -51,6 +51,11 @@ class Net(nn.Module):
         return functional.linear(x, self.adapter.weight) + self.adapter(x).detach()
 
 
+def _pairs(logits: Tensor) -> Tensor:
+    """(B, T, C) of (B T, C), with T other than C."""
+    return torch.cat((logits, logits.detach())).view(ROWS // 2, -1, CLASSES)[:, :2]
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax before cross_entropy": lambda x, y: functional.cross_entropy(x.softmax(-1), y),
     "softmax before soft targets": lambda x, y: functional.cross_entropy(
@@ -61,6 +66,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x.sigmoid(), functional.one_hot(y, CLASSES).float()
     ),
     "softmax before nll_loss": lambda x, y: functional.nll_loss(x.softmax(-1), y),
+    "view for a transposition": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES, 2), y.view(-1, 2)),
+    "transposition": lambda x, y: functional.cross_entropy(_pairs(x).transpose(1, 2), y.view(-1, 2)),
     "logarithm between": lambda x, y: functional.nll_loss((x.softmax(-1) + 1e-6).log(), y),
     "temperature between": lambda x, y: functional.cross_entropy(x.softmax(-1) / 0.1, y),
     "log_softmax twice": lambda x, y: functional.cross_entropy(x.log_softmax(-1), y),  # changes nothing
@@ -148,6 +155,7 @@ TOLD = {
     "softmax before smoothing": (1, "warning", "cross_entropy"),
     "sigmoid before logits": (1, "warning", "binary_cross_entropy_with_logits"),
     "softmax before nll_loss": (1, "info", "nll_loss"),
+    "view for a transposition": (1, "warning", "cross_entropy"),
     "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
     STATIC: (16, "info", "adapter.bias"),
     "a head that is not in use": (16, "info", "spare.weight, spare.bias"),
@@ -176,6 +184,7 @@ MEANT = (
     "temperature between",
     "log_softmax twice",
     "distillation",
+    "transposition",
     "entropy",
 )
 
