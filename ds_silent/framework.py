@@ -227,6 +227,7 @@ class Framework:
     came_with: Sequence[float | None] | None = None  # the groups' rates, where a scheduler rises to them
     wrapper: object = None  # the DistributedDataParallel that is this training's
     weights_sharded = False  # :meth:`weights` yields a part on each rank
+    own_rules: Sequence[Any] = ()  # of this framework alone, see ds_silent.rules.rule
     averages_weights = False  # the script does so now and then, and not the gradients: replicas part between
 
     def __init__(

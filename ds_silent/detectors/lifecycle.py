@@ -183,8 +183,8 @@ class Episodes:
     def update(self, step: int, findings: list[Finding]) -> list[Event]:
         """Return the events of this step, given everything that is wrong at this step."""
         events = []
-        effects = {effect for finding in findings for effect in finding.effects}
-        causes_first = sorted(findings, key=lambda one: (one.key in effects, one.kind != "config-mismatch"))
+        effects = tuple(effect for finding in findings for effect in finding.effects)
+        causes_first = sorted(findings, key=lambda one: (one.key.startswith(effects), one.kind != "config-mismatch"))
         present = {self._key(finding): finding for finding in causes_first}
         for key, finding in present.items():
             episode = self._active.get(key)

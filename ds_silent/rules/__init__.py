@@ -27,6 +27,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient)
     of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, TiedWeights)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
+    rules += framework.own_rules
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"
     if not averages:  # else masters and their copies are averaged by themselves
         rules.append(WeightsInUse(framework))

@@ -41,6 +41,7 @@ from ds_silent.frameworks.deepspeed.reduction import (
 from ds_silent.frameworks.deepspeed.state import (
     OF_A_MESH,
     WORDS,
+    StepCalls,
     data_parallel_group,
     duplicates_of,
     is_pipeline,
@@ -202,6 +203,8 @@ class DeepSpeedFramework(Framework):
         if self._pipeline:
             self.micro_batches, self.micro_batches_at_once = 1, self.micro_batches
             self.micro_batch_rows *= self.micro_batches_at_once
+        elif self.micro_batches > 1:
+            self.own_rules = [StepCalls(engine)]
         writes = dist.get_rank(self.group) == 0
         self._losses = Losses(engine, self.micro_batches, writes)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None

@@ -1,0 +1,48 @@
+"""DeepSpeed counts micro-batches in ``engine.step()``: a script that calls it once per accumulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.probe import LENGTH, ROWS, VOCABULARY
+from ds_silent.sinks.jsonl import read_events
+from tests.support.distributed import run_distributed
+from tests.support.training import Case, build
+
+UPDATES, PARTS = 3, 3
+KINDS = ("behind each backward", "once per accumulation", "behind two backwards of one forward")
+
+
+def _train(directory: str) -> list[int]:
+    steps = []
+    for kind in KINDS:
+        parts = 2 if kind == KINDS[2] else PARTS
+        engine: Any = build(Case(accumulation=parts), Path(directory, kind))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        late = kind == KINDS[1]
+        for micro_batch in range(1, UPDATES * parts * (parts if late else 1) + 1):
+            loss = engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False)
+            if kind == KINDS[2]:
+                engine.backward(loss / 2, retain_graph=True)
+                engine.backward(loss / 2)
+            else:
+                engine.backward(loss)
+            if not late or micro_batch % parts == 0:
+                engine.step()
+        steps.append(int(engine.global_steps))
+        engine.destroy()
+    return steps
+
+
+def test_a_step_that_is_called_once_per_accumulation_is_told_before_what_follows(tmp_path: Path) -> None:
+    steps = run_distributed(_train, 2, (str(tmp_path),), timeout=300)[0]
+    assert steps == [UPDATES] * 3
+    told = {}
+    for kind in KINDS:
+        events = [event for event in read_events(tmp_path / kind / "events.jsonl") if event["severity"] != "info"]
+        told[kind] = [(event["kind"], event["where"], event["severity"], event["ranks"]) for event in events]
+    assert told == {KINDS[0]: [], KINDS[1]: [("objective-mismatch", "engine.step", "error", [])], KINDS[2]: []}
