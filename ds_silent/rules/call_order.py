@@ -1,8 +1,9 @@
-"""Check that what belongs before ``optimizer.step()`` does not stand behind it, on every rank alike.
+"""Check that what a loop calls for a step stands where it has an effect on it, on every rank alike.
 
 * ``clip_grad_norm_`` behind the step: the gradients that it makes smaller are never applied, so nothing is clipped.
   Within the accumulation: each rank clips by the norm of its own gradients, before they are reduced. With a limit of 0:
-  nothing is left. Silent: a limit of infinity, by which scripts read the norm, and clippings without an effect.
+  nothing is left. Silent: a limit of infinity, by which scripts read the norm, clippings without an effect, and norms
+  that lie in shards.
 * ``zero_grad()`` between the backward and the step: the optimizer finds no gradient.
 * One ``autocast`` around the whole loop: it keeps the weights as it has cast them first, until it is left.
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
@@ -36,7 +37,7 @@ class Clipping(Rule):
         self._own = set(map(id, framework.parameters))
         self._applied: set[int] = set()  # ids of the parameters that were stepped since the last backward
         self._reads = 0
-        self._times = dict.fromkeys(_CLIPPED, 0)  # in a row
+        self._times = dict.fromkeys(_CLIPPED, 0)
         self._found: dict[str, Breach] = {}
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -66,10 +67,11 @@ class Clipping(Rule):
             return
         behind, local = given <= self._applied, self._framework.counts.unreduced and not self._applied
         how = "behind" if behind else "local" if local else "to 0" if max_norm == 0.0 else None
-        for other in [other for other in _CLIPPED if other != how and not (how is None and other == "local")]:
-            self._times[other] = 0
-        if how is None or how in self._found or self._reads == _READS or not math.isfinite(max_norm):
+        if how is None:  # the last one of an accumulation may be right
+            self._times["behind"] = self._times["to 0"] = 0
             return
+        if how in self._found or self._reads == _READS or not math.isfinite(max_norm) or type(total_norm) is not Tensor:
+            return  # a norm that lies in shards is a collective to read
         self._reads += 1
         norm = float(total_norm)
         self._times[how] += norm > max_norm
@@ -201,14 +203,12 @@ class StaleCasts(Rule):
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each step, and at what empties autocast's cache: leaving the outermost context does."""
-
-        def clear(original: Callable[..., Any]) -> Any:
-            self._times = 0
-            return original()
-
-        patches.wrap(torch, "clear_autocast_cache", clear)
+        patches.around(torch, "clear_autocast_cache", partial(safely, self._left))
         for optimizer in self._framework.optimizers():
             patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _left(self) -> None:
+        self._times = 0
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         first = next(iter(self._framework.parameters), None)
