@@ -293,8 +293,8 @@ class StepCapture:
 
     def close(self, ended: bool) -> None:
         """Remove every hook; ``ended``: for good, and not because it broke."""
+        self.framework.close(ended=ended)  # its hooks came last, and may lie around the same functions
         self._patches.undo()
-        self.framework.close(ended=ended)
         self._local.whole.close()
 
     # -- what the observer reads -------------------------------------------------------------------------------

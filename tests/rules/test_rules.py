@@ -10,14 +10,18 @@ import pytest
 from ds_silent.config import SilentConsistencyConfig, parse
 from ds_silent.rules import rules_of
 from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
+from ds_silent.rules.loss_input import LossInput
+from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
 
-ALWAYS = [RateRule, BatchContents, TrainingMode, ClearedGradients, GatheredWeights, TiedWeights]
+OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient]
+ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, GatheredWeights, TiedWeights]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),
@@ -38,11 +42,11 @@ def config_of(block: dict[str, Any]) -> SilentConsistencyConfig:
 
 @pytest.mark.parametrize(("block", "rules"), BLOCKS)
 def test_a_block_has_these_rules(block: dict[str, Any], rules: list[type]) -> None:
-    framework: Any = SimpleNamespace(parameters=[], names=[])
+    framework: Any = SimpleNamespace(parameters=[], names=[], own_rules=())
     assert [type(rule) for rule in rules_of(framework, config_of(block))] == rules
 
 
 def test_updates_are_looked_at_in_measured_steps() -> None:
-    framework: Any = SimpleNamespace(parameters=[], names=[])
+    framework: Any = SimpleNamespace(parameters=[], names=[], own_rules=())
     (rule, *_) = rules_of(framework, config_of({"interval": 7}))
     assert rule._interval == 7  # type: ignore[attr-defined]
