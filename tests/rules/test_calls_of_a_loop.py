@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax before nll_loss": lambda x, y: functional.nll_loss(x.softmax(-1), y),
     "view for a transposition": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES, 2), y.view(-1, 2)),
     "transposition": lambda x, y: functional.cross_entropy(_pairs(x).transpose(1, 2), y.view(-1, 2)),
+    "flattened": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES), y),
     "logarithm between": lambda x, y: functional.nll_loss((x.softmax(-1) + 1e-6).log(), y),
     "temperature between": lambda x, y: functional.cross_entropy(x.softmax(-1) / 0.1, y),
     "log_softmax twice": lambda x, y: functional.cross_entropy(x.log_softmax(-1), y),  # changes nothing
@@ -94,7 +97,7 @@ def _train(directory: str, kind: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED, static_graph=kind == STATIC)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.05)
+    optimizer: Any = torch.optim.SGD(trainable, lr=0.05, fused=True if "fused" in kind else None)
     scheduler: Any = LambdaLR(optimizer, lambda step: _rate(kind, step))
     if kind in SCHEDULES:
         scheduler = SCHEDULES[kind](optimizer)
@@ -102,10 +105,10 @@ def _train(directory: str, kind: str) -> None:
     limit = 0.0 if "to 0" in kind else math.inf if "infinity" in kind else 100.0 if "nothing to clip" in kind else 0.01
     loss_of = LOSSES.get(kind, functional.cross_entropy)
     torch.manual_seed(1 + dist.get_rank())
-    around = torch.autocast(
-        "cpu", torch.bfloat16, enabled="autocast around" in kind, cache_enabled="uncached" not in kind
+    casts = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled="uncached" not in kind)
+    around, within = (
+        casts() if f"autocast {where}" in kind else contextlib.nullcontext() for where in ("around", "within")
     )
-    within = torch.autocast("cpu", torch.bfloat16, enabled="autocast within" in kind)
     config = {"output_dir": directory, "tensorboard": False}
     with ds_silent.observe(model, optimizer, config=config), around:
         for _ in range(STEPS):
@@ -129,6 +132,10 @@ def _train(directory: str, kind: str) -> None:
                 nn.utils.clip_grad_norm_(trainable, limit)
             if "by the scaler" in kind:
                 scaler.step(optimizer)
+            elif "anew" in kind:
+                with casts():  # left behind the step
+                    loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))).backward()
+                    optimizer.step()
             else:
                 optimizer.step()
             if "unscaled" in kind or "by the scaler" in kind:
@@ -185,6 +192,9 @@ MEANT = (
     "log_softmax twice",
     "distillation",
     "transposition",
+    "flattened",
+    "an autocast anew for each step, accumulation",
+    "scaled, fused, by the scaler",
     "entropy",
 )
 
