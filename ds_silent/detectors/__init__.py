@@ -26,9 +26,10 @@ from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelT
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_rules import LabelRulesTest
-from ds_silent.detectors.label_weights import HandedOnTest, LabelWeightsTest
+from ds_silent.detectors.label_weights import LabelWeightsTest
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_findings
 from ds_silent.detectors.order import OrderTest, SameOrderTest
 from ds_silent.detectors.outlier import RankComparison

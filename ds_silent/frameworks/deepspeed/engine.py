@@ -192,8 +192,7 @@ class DeepSpeedFramework(Framework):
         self.ranks_comparable, self.weights_sharded = self._shape.alike, engine.zero_optimization_stage() == 3
         self.forwards_alone = self._shape.plain and not self.weights_sharded
         self.numels, self.shapes = [numel_of(p) for p in self.parameters], [whole_shape(p) for p in self.parameters]
-        self.micro_batches = int(engine.gradient_accumulation_steps())
-        self.micro_batch_rows = int(engine.train_micro_batch_size_per_gpu())
+        rows, self.micro_batches = engine.train_micro_batch_size_per_gpu(), int(engine.gradient_accumulation_steps())
         self.counts = EngineCounts(engine, dist.get_world_size(self.group), self._shape.sequence)
         self.clip = float(engine.gradient_clipping())
         # Stages 2 and 3 reduce and free every micro-batch; with overlap, stage 1 reduces during the last backward.
@@ -202,9 +201,8 @@ class DeepSpeedFramework(Framework):
         self._pipeline = is_pipeline(engine)  # looked at once per step, so that nothing is known of each micro-batch
         if self._pipeline:
             self.micro_batches, self.micro_batches_at_once = 1, self.micro_batches
-            self.micro_batch_rows *= self.micro_batches_at_once
-        elif self.micro_batches > 1:
-            self.own_rules = [StepCalls(engine)]
+        self.micro_batch_rows = int(rows) * self.micro_batches_at_once
+        self.own_rules = [StepCalls(engine)] if self.micro_batches > 1 else []
         writes = dist.get_rank(self.group) == 0
         self._losses = Losses(engine, self.micro_batches, writes)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
