@@ -36,7 +36,8 @@ class Remembered:
 
     def hold(self, values: Sequence[Tensor]) -> bool:
         """Tell whether each of these is one of the pieces, and was not written to since."""
-        return set(_places(values)) <= set(self._places)
+        known = set(self._places) if len(values) > 1 else self._places
+        return all(place in known for place in _places(values))
 
     def moved(self, values: Sequence[Tensor]) -> bool:
         """Tell whether the pieces are others, or were written to since; ``tensor.data`` hides from this."""
@@ -176,10 +177,11 @@ class ReducedGradient:
         parts = [] if self._sketch is None else list(parts)
         if not parts or self._sketched is None:
             return
-        held = self._sketched.hold(_values(parts))
-        self._in_place = held if self._unread is None else self._in_place
+        values, first = _values(parts), self._unread is None
+        held = self._sketched.hold(values[:1] if first else values)
+        self._in_place = held if first else self._in_place
         self._void = self._void or (self._in_place and not held)  # the script clips for each of its optimizers
-        self._unread = not self._reread and self._unread is not False and self._sketched.are(_values(parts))
+        self._unread = not self._reread and self._unread is not False and self._sketched.are(values)
         if not self._unread:
             self._local.accumulator.add_all(parts, square=False)
 

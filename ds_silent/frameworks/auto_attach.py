@@ -151,7 +151,7 @@ class AutoAttach:
         """Take a wrapper that ``torch.compile`` was given as the training: what is called inside may not be seen."""
         module: nn.Module = compiled._orig_mod
         outside = not (self._forward_runs or torch.compiler.is_compiling())
-        if outside and isinstance(module, (*self._wrappers,)) and torch.is_grad_enabled():
+        if outside and isinstance(module, self._wrappers) and torch.is_grad_enabled():
             self._begins(module)
         return original(compiled, *args, **kwargs)
 

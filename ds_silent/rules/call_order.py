@@ -35,7 +35,7 @@ class Clipping(Rule):
     def __init__(self, framework: Framework):
         self._framework = framework
         self._own = set(map(id, framework.parameters))
-        self._applied: set[int] = set()  # ids of the parameters that were stepped since the last backward
+        self._stepped: dict[int, Any] = {}  # optimizers, since the last backward, by id
         self._reads = 0
         self._times = dict.fromkeys(_CLIPPED, 0)
         self._found: dict[str, Breach] = {}
@@ -53,19 +53,21 @@ class Clipping(Rule):
         patches.wrap(clipping, "_clip_grads_with_norm_", clip)
         patches.before_backward(partial(safely, self._backward))
         for optimizer in self._framework.optimizers():
-            patches.hook(optimizer.register_step_post_hook, partial(safely, self._stepped))
+            patches.hook(optimizer.register_step_post_hook, partial(safely, self._steps))
 
     def _backward(self, root: Any) -> None:
-        self._applied.clear()
+        self._stepped.clear()
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._applied |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepped[id(optimizer)] = optimizer
 
     def _clips(self, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any) -> None:
-        given = {id(parameters)} if isinstance(parameters, Tensor) else set(map(id, parameters))
-        if not given & self._own:
-            return
-        behind, local = given <= self._applied, self._framework.counts.unreduced and not self._applied
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        if not isinstance(given, (list, tuple)) or not given or id(given[0]) not in self._own:
+            return  # what can be read once is left to the clipping
+        groups = [group["params"] for optimizer in self._stepped.values() for group in optimizer.param_groups]
+        applied = {id(parameter) for group in groups for parameter in group}
+        behind, local = applied and applied.issuperset(map(id, given)), self._framework.counts.unreduced and not applied
         how = "behind" if behind else "local" if local else "to 0" if max_norm == 0.0 else None
         if how is None:  # the last one of an accumulation may be right
             self._times["behind"] = self._times["to 0"] = 0
