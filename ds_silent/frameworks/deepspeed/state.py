@@ -352,7 +352,10 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 class StepCalls(Rule):
-    """Check that ``engine.step()`` follows every micro-batch: DeepSpeed counts them in it (0.16.9 to 0.19.8)."""
+    """Check that ``engine.step()`` follows every micro-batch: DeepSpeed counts them in it (0.16.9 to 0.19.8).
+
+    Unless ``set_gradient_accumulation_boundary`` says where an accumulation ends, as accelerate and its Trainers do.
+    """
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -373,8 +376,9 @@ class StepCalls(Rule):
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         late = self._forwards == self._backwards == self._engine.gradient_accumulation_steps()
+        by_script = getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
         self._forwards = self._backwards = 0
-        self._times = self._times + 1 if late else 0
+        self._times = self._times + 1 if late and not by_script else 0
         if self._times == 1:
             self._since = int(self._engine.global_steps) + 1
 
