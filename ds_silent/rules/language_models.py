@@ -32,8 +32,13 @@ def causal_model(module: nn.Module) -> nn.Module | None:
     return models[0] if said and all(value is True for value in said) else None
 
 
+def pretrained() -> type | None:
+    """Return the class of transformers' models, if the script has imported it."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    kind = pretrained()
     if kind is None:
         return
     if isinstance(module, kind):

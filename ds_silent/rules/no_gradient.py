@@ -34,8 +34,8 @@ class NoGradient(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._looks = self._since = 0
-        self._without: list[int] = []  # places of parameters
+        self._looks = self._since = self._vain = 0  # vain: measured steps that have reduced nothing that is kept
+        self._without: list[int] | None = None  # places of parameters, as soon as one has looked
         self._checkpointed: set[int] = set()  # ids of modules that run inside a reentrant checkpoint
         self._modules: dict[int, nn.Module] = {}  # of each place in ``_without``
         self._patches: Patches | None = None
@@ -46,17 +46,18 @@ class NoGradient(Rule):
 
     def breaches(self) -> tuple[Breach, ...]:
         framework = self._framework
-        if self._looks == 0:
+        if self._without is None:
             self._without, self._since = self._trainable(), framework.step
-        if not self._without:
+        if not self._without or self._vain == _LOOKS:
             return ()
         if self._looks < _LOOKS and all(framework.reduced(place) is None for place in range(len(framework.names))):
-            return ()  # this step reduced none, or the framework keeps none
+            self._vain += 1  # this step reduced none, or the framework keeps none
+            return ()
         self._looks += 1
         self._without = [place for place in self._without if framework.reduced(place) is None]
         if self._looks == _FOLLOWED:
-            self._follow()
-        return self._told() if self._looks >= _LOOKS and self._without else ()
+            self._follow(self._without)
+        return self._told(self._without) if self._looks >= _LOOKS and self._without else ()
 
     def _trainable(self) -> list[int]:
         """Return what an optimizer is to train."""
@@ -65,9 +66,9 @@ class NoGradient(Rule):
         parameters = enumerate(self._framework.parameters)
         return [place for place, one in parameters if one.requires_grad and id(one) in held]
 
-    def _follow(self) -> None:
+    def _follow(self, without: list[int]) -> None:
         owners = {id(p): inner for inner in self._framework.module.modules() for p in inner.parameters(recurse=False)}
-        for place in self._without:
+        for place in without:
             owner = owners.get(id(self._framework.parameters[place]))
             if owner is not None and self._patches is not None:
                 self._modules[place] = owner
@@ -79,9 +80,9 @@ class NoGradient(Rule):
         if _in_reentrant_checkpoint(sys._getframe()):
             self._checkpointed.add(id(module))
 
-    def _told(self) -> tuple[Breach, ...]:
-        checkpointed = [place for place in self._without if id(self._modules.get(place)) in self._checkpointed]
-        others = [place for place in self._without if place not in checkpointed]
+    def _told(self, without: list[int]) -> tuple[Breach, ...]:
+        checkpointed = [place for place in without if id(self._modules.get(place)) in self._checkpointed]
+        others = [place for place in without if place not in checkpointed]
         found = []
         if checkpointed:
             where, got = self._named(checkpointed)

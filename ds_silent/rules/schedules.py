@@ -63,12 +63,13 @@ def end_of(scheduler: Any) -> int | None:
     if type(scheduler) in (lr_scheduler.LinearLR, lr_scheduler.PolynomialLR):
         end = scheduler.total_iters if getattr(scheduler, "end_factor", 0.0) == 0.0 else None
     elif type(scheduler) is lr_scheduler.LambdaLR:
-        pure = [one for one in scheduler.lr_lambdas if getattr(getattr(one, "func", one), "__module__", None) == _PURE]
-        ends = {getattr(one, "keywords", {}).get("num_training_steps") for one in pure}
-        end = ends.pop() if len(ends) == 1 and len(pure) == len(scheduler.lr_lambdas) else None
+        ends = {
+            _is_pure(one) and getattr(one, "keywords", {}).get("num_training_steps") for one in scheduler.lr_lambdas
+        }
+        end = ends.pop() if len(ends) == 1 else None
     elif type(scheduler).__module__ == _OF_DEEPSPEED:
         end = getattr(scheduler, "total_num_steps", None)
-    return end if isinstance(end, int) else None
+    return end if type(end) is int else None
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -108,8 +109,7 @@ def _lambdas(scheduler: Any) -> Rates:
     factors: dict[int, float | None] = {}
     for base, group, function in zip(map(number, scheduler.base_lrs), groups, scheduler.lr_lambdas, strict=False):
         if id(function) not in factors:
-            inner = getattr(function, "func", function)
-            if getattr(inner, "__module__", None) == _PURE:
+            if _is_pure(function):
                 factors[id(function)] = float(function(step))
             else:
                 rate = number(group["lr"])
@@ -117,6 +117,11 @@ def _lambdas(scheduler: Any) -> Rates:
         factor = factors[id(function)]
         rates.append(None if factor is None or base is None else base * factor)
     return rates
+
+
+def _is_pure(function: Any) -> bool:
+    """Tell whether a factor, or what a partial holds, is a function of the step alone: see ``_PURE``."""
+    return getattr(getattr(function, "func", function), "__module__", None) == _PURE
 
 
 def _one_cycle(scheduler: Any) -> Rates:

@@ -8,7 +8,6 @@ evaluation mode. Silent: a change of mode that no evaluation preceded, and model
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import dropout_probabilities
+from ds_silent.rules.language_models import pretrained
 from ds_silent.rules.rule import Breach, Rule
 
 _NEVER = 3  # measured
@@ -77,8 +77,8 @@ class TrainingMode(Rule):
 
     def _never(self) -> tuple[Breach, ...]:
         """Note a model of transformers whose dropout is off since ``from_pretrained``, which sets evaluation mode."""
-        kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        if self._trained or self._untrained < _NEVER or not isinstance(self._framework.module, kind):
+        kind = pretrained()
+        if self._trained or self._untrained < _NEVER or kind is None or not isinstance(self._framework.module, kind):
             return ()
         if self._drops is None:
             self._drops = bool(dropout_probabilities(self._framework.module))
