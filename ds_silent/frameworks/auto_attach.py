@@ -33,6 +33,7 @@ from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
+from ds_silent.rules.first_look import watch_loads
 
 logger = logging.getLogger("ds_silent")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
@@ -65,6 +66,7 @@ class AutoAttach:
         self._wrappers: tuple[type, ...] = (DistributedDataParallel,)
         patches = self._patches
         patches.add(self._loaders)
+        watch_loads(patches)
         patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patches.add(register_optimizer_step_pre_hook(self._stepping))
         patches.wrap_method(DistributedDataParallel, "__init__", self._ddp_made)

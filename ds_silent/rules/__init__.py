@@ -11,13 +11,14 @@ from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
+from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.training_mode import TrainingMode
-from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
+from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
 
 def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule]:
@@ -25,7 +26,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     if not (config.rules and config.detectors.enabled):
         return []
     of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient)
-    of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, TiedWeights)
+    of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     rules += framework.own_rules
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"

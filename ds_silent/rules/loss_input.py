@@ -2,9 +2,9 @@
 
 ``cross_entropy`` and ``binary_cross_entropy_with_logits`` make probabilities of their input themselves; where a model's
 softmax or sigmoid has made some already, no class of C can come above e / (e + C - 1), and the model learns slowly, on
-every rank alike: a warning. ``nll_loss`` wants logarithms: a note, as minus a probability is a loss, too. Both are read
-from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition, by which the
-classes of (B, T, C) are to come second: a warning. Silent: anything between them that computes (a
+every rank alike: a warning. ``nll_loss`` and ``kl_div`` want logarithms: a note, as minus a probability is a loss, too.
+All are read from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition,
+by which the classes of (B, T, C) are to come second: a warning. Silent: anything between them that computes (a
 temperature, a logarithm), other losses, and graphs that are compiled.
 """
 
@@ -80,6 +80,8 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
                 yield loss, made_by.lower(), wants
             elif operation == "LogSoftmax" and _mixes_classes(_first(node)):
                 yield loss, "view", "classes"
+        elif operation == "Sub" and _subtracts_product_with_softmax(node):  # torch's kl_div: xlogy(t, t) - t * input
+            yield "kl_div", "softmax", "log-probabilities"
         if operation in _NLL or _VIEWS.fullmatch(operation) or _COMPUTES.fullmatch(operation):
             waiting += [inner for inner, _ in node.next_functions]
 
@@ -91,6 +93,14 @@ def _operation(node: Any) -> str:
 def _first(node: Any) -> Any:
     """Return the node that a loss's input comes from; its targets come behind it."""
     return node.next_functions[0][0] if node.next_functions else None
+
+
+def _subtracts_product_with_softmax(node: Any) -> bool:
+    (first, _), *others = node.next_functions
+    if first is not None or len(others) != 1 or _operation(product := others[0][0]) != "Mul":
+        return False
+    target, *inputs = (inner for inner, _ in product.next_functions)
+    return target is None and len(inputs) == 1 and _operation(_behind_views(inputs[0])) == "Softmax"
 
 
 def _behind_views(node: Any) -> Any:
@@ -117,12 +127,10 @@ def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
             "the numbers of one place lie in the rows of several classes."
         )
         remedy = "Exchange the dimensions by transpose(1, 2) or permute, and not by view or reshape."
-    elif loss == "nll_loss":
+    elif wants == "log-probabilities":
         severity = "info"
         message += "what is made small is minus a probability, not minus its logarithm."
-        remedy = (
-            f"If that is meant, do nothing. Else give nll_loss the output of log_softmax, in place of the {made_by}."
-        )
+        remedy = f"If that is meant, do nothing. Else give {loss} the output of log_softmax, in place of the {made_by}."
     else:
         message += "it makes probabilities of them once more, so that its gradient is small and the loss stays above 0."
         remedy = f"Take the {made_by} out of what stands before the loss, and keep it for predictions."

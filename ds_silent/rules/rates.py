@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
+from ds_silent.records import Severity
 from ds_silent.rules.known_optimizers import number
 from ds_silent.rules.rule import Breach, Rule
 from ds_silent.rules.schedules import Schedule, end_of, schedule_of, step_of
@@ -83,8 +84,13 @@ class RateRule(Rule):
             "Make it as long as the training, in the steps that it takes: it may step once per micro-batch, and under "
             "accelerate once per rank."
         )
-        since = self._framework.step
-        return Breach("schedule over", "update-mismatch", "warning", "learning rate", message, remedy, since)
+        severity: Severity = "warning"
+        if type(scheduler) is CosineAnnealingLR:  # cycles may be meant
+            severity, remedy = "info", f"If the rate is meant to rise and fall, do nothing. Else: {remedy}"
+            message += " It rises again behind T_max, and falls behind twice that."
+        return Breach(
+            "schedule over", "update-mismatch", severity, "learning rate", message, remedy, self._framework.step
+        )
 
     def _schedulers(self) -> list[tuple[Any, Schedule]]:
         """Find them once, and let those of chained schedules tell when they are about to step."""

@@ -58,7 +58,7 @@ def step_of(scheduler: Any) -> int:
 
 
 def end_of(scheduler: Any) -> int | None:
-    """Return the step that a schedule was made for, behind which nothing is meant; None where none was."""
+    """Return the last step that a schedule was made for; None where it has none."""
     end: Any = None
     if type(scheduler) in (lr_scheduler.LinearLR, lr_scheduler.PolynomialLR):
         end = scheduler.total_iters if getattr(scheduler, "end_factor", 0.0) == 0.0 else None
@@ -67,6 +67,8 @@ def end_of(scheduler: Any) -> int | None:
             _is_pure(one) and getattr(one, "keywords", {}).get("num_training_steps") for one in scheduler.lr_lambdas
         }
         end = ends.pop() if len(ends) == 1 else None
+    elif type(scheduler) is lr_scheduler.CosineAnnealingLR:
+        end = scheduler.T_max
     elif type(scheduler).__module__ == _OF_DEEPSPEED:
         end = getattr(scheduler, "total_num_steps", None)
     return end if type(end) is int else None

@@ -5,8 +5,6 @@ each piece up to ``SAMPLES`` elements, evenly spread and other ones at each look
 masters, rounded to nearest; looked at are ``LOOKED_AT`` measured steps, from the first and from every ``EVERY``-th on.
 A framework that keeps no masters, or whose copies are rounded otherwise, names no copies.
 
-A transformers model that ties its embeddings, by its configuration, holds them as one parameter.
-
 What a forward gathers from the ranks' shards is looked at in that forward, behind the framework's own hook: the part
 that comes from this rank must be this rank's shard, cast to the gathered dtype. No other rank is asked.
 """
@@ -167,51 +165,3 @@ class GatheredWeights(_Weights):
         self._looked.clear()
         self._steps += 1
         return self._judged()
-
-
-class TiedWeights(Rule):
-    """Check that a transformers model whose configuration ties its embeddings holds them as one parameter."""
-
-    def __init__(self, framework: Framework):
-        self._framework = framework
-        self._found: tuple[Breach, ...] | None = None
-
-    def breaches(self) -> tuple[Breach, ...]:
-        """Look once, at the first measured step."""
-        if self._found is None:
-            self._found = self._untied()
-        return self._found
-
-    def _untied(self) -> tuple[Breach, ...]:
-        model = self._framework.module
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        promised = [getattr(one, "tie_word_embeddings", False) is True for one in (config, text)]
-        if not (all(promised) and getattr(model, "_tied_weights_keys", None)):
-            return ()
-        first = _trained_weight(model, "get_input_embeddings", nn.Embedding)
-        last = _trained_weight(model, "get_output_embeddings", nn.Linear)
-        if first is None or last is None or first is last or first.shape != last.shape:
-            return ()
-        names = {id(held): name for name, held in model.named_parameters()}
-        message = (
-            "The model's configuration ties the embeddings of input and output (tie_word_embeddings), but they are two "
-            f"parameters, {names.get(id(first))} and {names.get(id(last))}: each is trained by itself, and a saved "
-            "model keeps one of them."
-        )
-        remedy = (
-            "Call model.tie_weights() behind what replaced one of them, and before the optimizer is made; under "
-            "fully_shard keep both in one group. If they are meant to be apart set config.tie_word_embeddings = False."
-        )
-        where, step = "tied embeddings", self._framework.step
-        return (Breach("tied", "update-mismatch", "warning", where, message, remedy, step),)
-
-
-def _trained_weight(model: nn.Module, getter: str, kind: type[nn.Module]) -> Tensor | None:
-    """Return the weight of an embedding, and of no adapter in its place, whose own is another matter."""
-    try:
-        held = getattr(model, getter)()
-    except Exception:  # not every model has one
-        return None
-    weight = held.weight if isinstance(held, kind) or hasattr(held, "modules_to_save") else None  # peft's copy is used
-    return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None

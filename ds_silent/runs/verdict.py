@@ -78,7 +78,7 @@ _SENTENCES: Mapping[str, tuple[str, str, str]] = {
     "update-mismatch": ("does not train what it should", "do not train what they should",
                         "Parameters are not trained as they are meant to be"),
     "weights-mismatch": ("computes with other weights than it trains", "compute with other weights than they train",
-                         "The weights in use are not those that are trained"),
+                         "The weights in use are not the right ones"),
     "batch-suspect": ("gets batches that cannot be meant so", "get batches that cannot be meant so",
                       "The batches cannot be meant so"),
     "replica-drift": ("holds other weights than the rest", "hold other weights than the rest",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.probe import LENGTH, ROWS, VOCABULARY
+from ds_silent.frameworks.deepspeed.engine_rules import ConfigOptimizer
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 from tests.support.training import Case, build
@@ -49,3 +53,27 @@ def test_a_step_that_is_called_once_per_accumulation_is_told_before_what_follows
         told[kind] = [(event["kind"], event["where"], event["severity"], event["ranks"]) for event in events]
     assert told.pop(KINDS[1]) == [("objective-mismatch", "engine.step", "error", [])]
     assert not any(told.values())
+
+
+ASKED = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": "auto", "eps": 1e-6}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "sentence"),
+    [
+        (ASKED, {"lr": 0.1, "eps": 1e-6}, "says lr 0.01, where the optimizer has 0.1."),
+        (ASKED, {"lr": 0.1}, "says lr 0.01, where the optimizer has 0.1; eps 1e-06, where the optimizer has 1e-08."),
+        (ASKED, {"lr": 0.01, "eps": 1e-6}, None),
+        (ASKED, None, None),  # the engine has made it
+        (None, {"lr": 0.1}, None),
+    ],
+)
+def test_an_optimizer_of_the_configuration_that_is_not_used_is_noted(asked: Any, given: Any, sentence: Any) -> None:
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **(given or {"lr": 0.3}))
+    LambdaLR(made, lambda step: 0.5)  # a schedule's rate is no other
+    config = {"train_batch_size": 2, **({"optimizer": asked} if asked else {})}
+    engine = SimpleNamespace(client_optimizer=made if given else None, config=config)
+    told = ConfigOptimizer(engine, lambda: [made]).breaches()
+    assert [(one.severity, one.message.partition("configuration ")[2]) for one in told] == (
+        [("info", sentence)] if sentence else []
+    )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, PolynomialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
 from torch.utils.checkpoint import checkpoint
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
@@ -68,6 +68,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x.sigmoid(), functional.one_hot(y, CLASSES).float()
     ),
     "softmax before nll_loss": lambda x, y: functional.nll_loss(x.softmax(-1), y),
+    "softmax before kl_div": lambda x, y: functional.kl_div(
+        x.softmax(-1), x.detach().softmax(-1), reduction="batchmean"
+    ),
+    "one minus the probability": lambda x, y: (1 - functional.one_hot(y, CLASSES) * x.softmax(-1)).sum(-1).mean(),
     "view for a transposition": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES, 2), y.view(-1, 2)),
     "transposition": lambda x, y: functional.cross_entropy(_pairs(x).transpose(1, 2), y.view(-1, 2)),
     "flattened": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES), y),
@@ -84,6 +88,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "cosine schedule over": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, 4),
     "cosine schedule": lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS - 7),
     "polynomial schedule over": lambda optimizer: PolynomialLR(optimizer, 4),
+    "cosine by torch over": lambda optimizer: CosineAnnealingLR(optimizer, 4),
+    "cosine by torch": lambda optimizer: CosineAnnealingLR(optimizer, STEPS - 7),
     "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, 1.0, 4),
 }
 
@@ -156,12 +162,14 @@ TOLD = {
     "rate of 0": (12, "info", "learning rate"),
     "linear schedule over": (14, "warning", "learning rate"),
     "cosine schedule over": (14, "warning", "learning rate"),
+    "cosine by torch over": (14, "info", "learning rate"),
     "polynomial schedule over": (14, "warning", "learning rate"),
     "softmax before cross_entropy": (1, "warning", "cross_entropy"),
     "softmax before soft targets": (1, "warning", "cross_entropy"),
     "softmax before smoothing": (1, "warning", "cross_entropy"),
     "sigmoid before logits": (1, "warning", "binary_cross_entropy_with_logits"),
     "softmax before nll_loss": (1, "info", "nll_loss"),
+    "softmax before kl_div": (1, "info", "kl_div"),
     "view for a transposition": (1, "warning", "cross_entropy"),
     "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
     STATIC: (16, "info", "adapter.bias"),
@@ -189,6 +197,8 @@ MEANT = (
     "reentrant checkpoint whose inputs need a gradient",
     "logarithm between",
     "temperature between",
+    "one minus the probability",
+    "cosine by torch",
     "log_softmax twice",
     "distillation",
     "transposition",

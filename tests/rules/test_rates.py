@@ -321,7 +321,6 @@ def test_what_a_script_sets_by_hand_is_its_own(name: tuple[str, str], change: An
         (of_torch("ReduceLROnPlateau", patience=2), None),
         (of_torch("CyclicLR", 1e-4, 1e-2, 5, cycle_momentum=False), None),
         (of_torch("MultiplicativeLR", lambda step: 0.9), None),
-        (of_torch("CosineAnnealingLR", 7), None),
         (of_torch("LinearLR", total_iters=0), None),
         (lambda optimizer: OwnCosine(optimizer, 10), None),
         (counting, None),
@@ -332,6 +331,14 @@ def test_what_a_script_sets_by_hand_is_its_own(name: tuple[str, str], change: An
 )
 def test_what_has_no_formula_of_its_own_is_not_checked(make: Make, behind: Any) -> None:
     assert run(make, **({} if behind is None else {"behind": behind})) == []
+
+
+def test_the_way_back_of_a_cosine_is_noted_and_its_rates_are_not_checked() -> None:
+    found = run(of_torch("CosineAnnealingLR", 7))
+    assert {(step, breach.key, breach.severity) for step, breach in found} == {
+        (step, "schedule over", "info") for step in range(17, STEPS + 1)
+    }
+    assert "it was made for 7 steps and is at its step 16." in found[0][1].message
 
 
 @pytest.mark.parametrize("name", ["cosine", "step", "lambda", "restarts"])

@@ -13,15 +13,16 @@ from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
+from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.training_mode import TrainingMode
-from ds_silent.rules.weights_in_use import GatheredWeights, TiedWeights, WeightsInUse
+from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
 OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient]
-ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, GatheredWeights, TiedWeights]
+ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),

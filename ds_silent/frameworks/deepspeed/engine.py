@@ -23,6 +23,7 @@ from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, is_share, made_by, reduction_near
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import Framework, GatheredPiece, Moments, Part, Peers, Promise, Setting, StepCounts, WeightCopy
+from ds_silent.frameworks.deepspeed.engine_rules import ConfigOptimizer, StepCalls
 from ds_silent.frameworks.deepspeed.engine_settings import arithmetic_of, scales_loss, settings_of
 from ds_silent.frameworks.deepspeed.masters import gathered_by, masters_of, shards_of
 from ds_silent.frameworks.deepspeed.ordered import OrderedReduction
@@ -41,7 +42,6 @@ from ds_silent.frameworks.deepspeed.reduction import (
 from ds_silent.frameworks.deepspeed.state import (
     OF_A_MESH,
     WORDS,
-    StepCalls,
     data_parallel_group,
     duplicates_of,
     is_pipeline,
@@ -202,7 +202,8 @@ class DeepSpeedFramework(Framework):
         if self._pipeline:
             self.micro_batches, self.micro_batches_at_once = 1, self.micro_batches
         self.micro_batch_rows = int(rows) * self.micro_batches_at_once
-        self.own_rules = [StepCalls(engine)] if self.micro_batches > 1 else []
+        calls = [StepCalls(engine)] if self.micro_batches > 1 else []
+        self.own_rules = [*calls, ConfigOptimizer(engine, self.optimizers)]
         writes = dist.get_rank(self.group) == 0
         self._losses = Losses(engine, self.micro_batches, writes)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None

@@ -13,13 +13,12 @@ applies it. Importing this imports no DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,11 +26,9 @@ from ds_silent.config import BLOCK, WRITERS_ALONE
 from ds_silent.frameworks import torch_common
 from ds_silent.kernels.checksums import Items, Replica
 from ds_silent.observing.start import Position, label_of
-from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import Training, config_item
 from ds_silent.preflight.items import Item
 from ds_silent.replicas.duplicates import Duplicates
-from ds_silent.rules.rule import Breach, Rule
 from ds_silent.text import Words
 
 WORDS = Words(
@@ -346,54 +343,3 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-# -- How a script calls the engine -------------------------------------------------------------------------------------
-
-
-class StepCalls(Rule):
-    """Check that ``engine.step()`` follows every micro-batch: DeepSpeed counts them in it (0.16.9 to 0.19.8).
-
-    Unless ``set_gradient_accumulation_boundary`` says where an accumulation ends, as accelerate and its Trainers do.
-    """
-
-    def __init__(self, engine: Any):
-        self._engine = engine
-        self._forwards = self._backwards = 0  # since the last call of step
-        self._times = self._since = 0  # calls behind a whole accumulation, in a row; the step of the first
-
-    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
-        """Count the engine's calls."""
-        patches.hook(self._engine.register_forward_pre_hook, partial(safely, self._forward))
-        patches.around(self._engine, "backward", partial(safely, self._backward))
-        patches.around(self._engine, "step", partial(safely, self._step))
-
-    def _forward(self, module: Any, args: Any) -> None:
-        self._forwards += torch.is_grad_enabled()
-
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
-        self._backwards += 1
-
-    def _step(self, *args: Any, **kwargs: Any) -> None:
-        late = self._forwards == self._backwards == self._engine.gradient_accumulation_steps()
-        by_script = getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
-        self._forwards = self._backwards = 0
-        self._times = self._times + 1 if late and not by_script else 0
-        if self._times == 1:
-            self._since = int(self._engine.global_steps) + 1
-
-    def breaches(self) -> tuple[Breach, ...]:
-        micro_batches = self._engine.gradient_accumulation_steps()
-        if self._times < micro_batches - 1:
-            return ()
-        message = (
-            f"engine.step() is called once for {micro_batches} calls of engine.backward, and DeepSpeed counts "
-            f"micro-batches in engine.step(): {micro_batches**2} of them make an update, and each is divided by "
-            f"{micro_batches}."
-        )
-        remedy = (
-            "Call engine.step() behind every engine.backward(): it updates the weights at the end of an accumulation, "
-            "and only counts before."
-        )
-        effects = ("integrity",)  # what a reduction is given is no step's gradient
-        return (Breach("steps", "objective-mismatch", "error", "engine.step", message, remedy, self._since, effects),)

@@ -1,0 +1,184 @@
+"""Check once, at the first measured step, what a model and its parameter groups are against what they say they are.
+
+* A transformers model that ties its embeddings, by its configuration, holds them as one parameter: else a warning.
+* A group without weight decay, beside one that differs in the decay alone, is there for biases and normalisations. A
+  note if it is empty or holds none of the normalisations' weights: their names were looked for in vain.
+* Rotary frequencies (``inv_freq``) are fp32: a note if the model was cast to bf16 or fp16 with them.
+* ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
+  :func:`watch_loads` sees it, where a whole process is observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ds_silent.distributed.parts import listed
+from ds_silent.framework import Framework
+from ds_silent.patches import Patches
+from ds_silent.rules.known_optimizers import number
+from ds_silent.rules.rule import Breach, Rule
+
+_SHOWN = 3
+_DECAYS = ("params", "weight_decay", "param_names", "name")
+"""What two groups may differ in that differ in their decay alone."""
+_PLACE = 1000  # in a sequence, for which the error of an angle is told
+
+
+class FirstLook(Rule):
+    """Look once; what is found stays."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._found: tuple[Breach, ...] | None = None
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._found is None:
+            self._found = tuple(found for look in _LOOKS if (found := look(self._framework)) is not None)
+        return self._found
+
+
+def _untied(framework: Framework) -> Breach | None:
+    model = framework.module
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    promised = [getattr(one, "tie_word_embeddings", False) is True for one in (config, text)]
+    if not (all(promised) and getattr(model, "_tied_weights_keys", None)):
+        return None
+    first = _trained_weight(model, "get_input_embeddings", nn.Embedding)
+    last = _trained_weight(model, "get_output_embeddings", nn.Linear)
+    if first is None or last is None or first is last or first.shape != last.shape:
+        return None
+    names = {id(held): name for name, held in model.named_parameters()}
+    message = (
+        "The model's configuration ties the embeddings of input and output (tie_word_embeddings), but they are two "
+        f"parameters, {names.get(id(first))} and {names.get(id(last))}: each is trained by itself, and a saved model "
+        "keeps one of them."
+    )
+    remedy = (
+        "Call model.tie_weights() behind what replaced one of them, and before the optimizer is made; under "
+        "fully_shard keep both in one group. If they are meant to be apart set config.tie_word_embeddings = False."
+    )
+    return Breach("tied", "update-mismatch", "warning", "tied embeddings", message, remedy, framework.step)
+
+
+def _trained_weight(model: nn.Module, getter: str, kind: type[nn.Module]) -> Tensor | None:
+    """Return the weight of an embedding, and of no adapter in its place, whose own is another matter."""
+    try:
+        held = getattr(model, getter)()
+    except Exception:  # not every model has one
+        return None
+    weight = held.weight if isinstance(held, kind) or hasattr(held, "modules_to_save") else None  # peft's copy is used
+    return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None
+
+
+def _decayed_norms(framework: Framework) -> Breach | None:
+    settings = [group for optimizer in framework.optimizers() for group in optimizer.param_groups]
+    held = framework.parameter_groups() or []
+    norms = {id(p): name for name, p in _weights_of_norms(framework.module)}
+    dimensions = {id(p): len(shape) for p, shape in zip(framework.parameters, framework.shapes, strict=True)}
+    if len(held) != len(settings) or not norms:
+        return None
+    for place, without in enumerate(settings):
+        decays = [
+            parameter
+            for parameters, group in zip(held, settings, strict=True)
+            if number(group.get("weight_decay")) and _differ_in_decay_alone(group, without)
+            for parameter in parameters
+        ]
+        meant = all(dimensions.get(id(p), p.ndim) <= 1 and id(p) not in norms for p in held[place])
+        decayed = [norms[id(parameter)] for parameter in decays if id(parameter) in norms]
+        if number(without.get("weight_decay")) == 0.0 and meant and decayed:
+            many = len(held[place])
+            holds = (
+                "is empty" if not many else f"holds {many} {'parameter' if many == 1 else 'parameters'}, and no such"
+            )
+            message = (
+                f"The weights of {len(decayed)} {'normalisation' if len(decayed) == 1 else 'normalisations'} decay "
+                f"({listed(decayed, _SHOWN)}), although parameter group {place} has no weight decay. "
+                f"That group {holds}."
+            )
+            remedy = (
+                "If that is meant, do nothing. Else choose the group's parameters by parameter.ndim < 2, and not by "
+                "names, which are others in each model."
+            )
+            return Breach("decay", "update-mismatch", "info", "weight decay", message, remedy, framework.step)
+    return None
+
+
+def _differ_in_decay_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        number(value) == number(other.get(name)) if number(value) is not None else value == other.get(name)
+        for name, value in group.items()
+        if name not in _DECAYS
+    )
+
+
+def _weights_of_norms(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, inner in model.named_modules():
+        weight = inner._parameters.get("weight")
+        if "Norm" in type(inner).__name__ and weight is not None and weight.requires_grad:
+            yield f"{name}.weight".lstrip("."), weight
+
+
+def _rounded_frequencies(framework: Framework) -> Breach | None:
+    low = {
+        name: buffer.dtype
+        for name, buffer in framework.module.named_buffers()
+        if name.rpartition(".")[2] == "inv_freq" and buffer.dtype in (torch.bfloat16, torch.float16)
+    }
+    if not low:
+        return None
+    dtype = next(iter(low.values()))
+    share = torch.finfo(dtype).eps / 2
+    message = (
+        f"Rotary frequencies are {str(dtype).removeprefix('torch.')} ({listed(list(low), _SHOWN)}): each is rounded by "
+        f"up to {share:.1g} of itself, so that at place {_PLACE:,} an angle is off by up to {_PLACE * share:.1g}."
+    )
+    remedy = (
+        "Cast parameters alone, or set the buffer to fp32 again behind model.to(dtype) and deepspeed.initialize; do so "
+        "for a model that was trained with fp32 frequencies, and for long sequences."
+    )
+    return Breach("frequencies", "weights-mismatch", "info", "inv_freq", message, remedy, framework.step)
+
+
+_vain_loads: WeakKeyDictionary[nn.Module, tuple[str, str, int]] = WeakKeyDictionary()
+"""The modules whose last load took nothing: a name in the model, one in the file, and how many the file has."""
+
+
+def watch_loads(patches: Patches) -> None:
+    """Remember which modules' last ``load_state_dict`` has taken nothing; scripts load before they are observed."""
+    patches.wrap_method(nn.Module, "load_state_dict", _loads)
+
+
+def _loads(original: Callable[..., Any], module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(module, state_dict, *args, **kwargs)
+    missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
+    if missing and unexpected and len(unexpected) == len(state_dict):
+        _vain_loads[module] = missing[0], unexpected[0], len(unexpected)
+    else:
+        _vain_loads.pop(module, None)
+    return result
+
+
+def _vain_load(framework: Framework) -> Breach | None:
+    found = next((vain for one in framework.module.modules() if (vain := _vain_loads.get(one)) is not None), None)
+    if found is None:
+        return None
+    in_model, in_file, many = found
+    message = (
+        f"load_state_dict(strict=False) has loaded nothing: none of the {many} names that it was given is the model's "
+        f"({in_file}, where the model has {in_model}). The training goes on from what the weights were before."
+    )
+    remedy = (
+        "Take off the prefix that a wrapper has put before the names (module., _orig_mod., base_model.model.), or load "
+        "into the module that was saved; read what load_state_dict returns."
+    )
+    return Breach("loaded nothing", "weights-mismatch", "warning", "load_state_dict", message, remedy, framework.step)
+
+
+_LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (_untied, _decayed_norms, _rounded_frequencies, _vain_load)

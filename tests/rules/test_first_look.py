@@ -1,0 +1,186 @@
+"""What a model and its parameter groups say of themselves, and what makes it untrue in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_silent
+from ds_silent.patches import Patches
+from ds_silent.rules.first_look import FirstLook, watch_loads
+from ds_silent.sinks.jsonl import read_events
+from tests.support.distributed import run_distributed
+
+pytest.importorskip("transformers")
+from tests.rules.small_models import model_of, words
+
+
+def found(model: nn.Module, groups: list[dict[str, Any]] | None = None) -> list[tuple[str, str]]:
+    """Severity and message of all that a first look finds."""
+    optimizers = [torch.optim.AdamW(groups)] if groups else []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    framework: Any = SimpleNamespace(
+        module=model,
+        step=1,
+        parameters=parameters,
+        shapes=[tuple(parameter.shape) for parameter in parameters],
+        optimizers=lambda: optimizers,
+        parameter_groups=lambda: [group["params"] for group in groups or []],
+    )
+    rule = FirstLook(framework)
+    assert rule.breaches() == rule.breaches()
+    return [(breach.severity, breach.message) for breach in rule.breaches()]
+
+
+def untied(model: nn.Module) -> nn.Module:
+    """As code does that loads or resizes one of the two."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+class Adapter(nn.Module):
+    """A trained addition to an embedding, of its shape."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.weight = base, nn.Parameter(torch.zeros_like(base.weight))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "bert-lm", "t5", "llama"])
+def test_embeddings_that_a_configuration_ties_are_one_parameter(kind: str) -> None:
+    model = model_of(kind, tie_word_embeddings=True)
+    assert found(model) == []
+    [(severity, message)] = found(untied(model))
+    assert severity == "warning"
+    assert "they are two parameters" in message
+    assert "None" not in message
+
+
+def test_what_is_apart_by_design_is_silent() -> None:
+    from transformers import BertConfig, BertForSequenceClassification, Wav2Vec2Config, Wav2Vec2ForCTC
+
+    assert found(untied(model_of("llama", tie_word_embeddings=False))) == []
+    small: Any = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    assert found(BertForSequenceClassification(BertConfig(**small, vocab_size=16))) == []
+    assert found(Wav2Vec2ForCTC(Wav2Vec2Config(**small, vocab_size=16, conv_dim=[8] * 7))) == []
+    frozen = untied(model_of("llama", tie_word_embeddings=True))
+    frozen.get_output_embeddings().weight.requires_grad_(False)  # type: ignore[operator]
+    assert found(frozen) == []
+    assert found(nn.Linear(2, 2)) == []
+    adapted: Any = model_of("llama", tie_word_embeddings=True).requires_grad_(False)
+    for end in ("input", "output"):
+        base = getattr(adapted, f"get_{end}_embeddings")()
+        getattr(adapted, f"set_{end}_embeddings")(Adapter(base))
+    assert found(adapted) == []
+
+
+def trained(directory: str, apart: bool) -> bool:
+    """Train a small Llama under FSDP2; return whether its two embeddings are equal at the end."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = model_of("llama", tie_word_embeddings=True)
+    fully_shard(untied(model) if apart else model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for step in range(3):
+            optimizer.zero_grad()
+            tokens = words(2, 12, step)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    first, last = (one.weight.full_tensor() for one in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return bool(torch.equal(first, last))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_in_a_training(apart: bool, tmp_path: Path) -> None:
+    equal = run_distributed(trained, 2, (str(tmp_path), apart))
+    assert equal == [not apart] * 2
+    told = [e for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "update-mismatch"]
+    assert [(e["step"], e["severity"], e["where"]) for e in told] == [(1, "warning", "tied embeddings")] * apart
+
+
+def by_name(model: nn.Module, parts: tuple[str, ...], decay: float = 0.1, **without: Any) -> list[dict[str, Any]]:
+    """Two groups, as many scripts make them: those whose names have one of the parts are to have no decay."""
+    named = list(model.named_parameters())
+    chosen = [p for name, p in named if any(part in name for part in parts)]
+    others = [p for name, p in named if not any(part in name for part in parts)]
+    return [{"params": others, "weight_decay": decay}, {"params": chosen, "weight_decay": 0.0, **without}]
+
+
+def by_dimension(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if (p.ndim < 2) is small] for small in (False, True)]
+    return [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+
+
+def test_normalisations_that_a_list_of_names_does_not_find() -> None:
+    llama, gpt2 = model_of("llama"), model_of("gpt2")
+    [(severity, message)] = found(llama, by_name(llama, ("bias", "LayerNorm.weight")))
+    assert severity == "info"
+    assert message == (
+        "The weights of 5 normalisations decay (model.layers.0.input_layernorm.weight, "
+        "model.layers.0.post_attention_layernorm.weight, model.layers.1.input_layernorm.weight and 2 more), although "
+        "parameter group 1 has no weight decay. That group is empty."
+    )
+    [(severity, message)] = found(gpt2, by_name(gpt2, ("bias", "LayerNorm.weight")))
+    assert severity == "info"
+    assert "although parameter group 1 has no weight decay. That group holds" in message
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        by_dimension,
+        lambda model: by_name(model, ("bias", "norm", "ln_")),
+        lambda model: by_name(model, ("embed", "wte", "bias")),  # another choice
+        lambda model: by_name(model, ("bias",), lr=1e-4),  # groups that differ in more than the decay
+        lambda model: by_name(model, ("bias",), decay=0.0),
+        lambda model: [{"params": list(model.parameters()), "weight_decay": 0.1}],
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_groups_that_mean_what_they_hold_are_silent(kind: str, groups: Any) -> None:
+    model = model_of(kind)
+    assert found(model, groups(model)) == []
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, "0.004 of itself"), (torch.float16, "0.0005 of itself")])
+def test_rotary_frequencies_that_were_cast_with_the_model(dtype: torch.dtype, error: str) -> None:
+    model = model_of("llama")
+    assert found(model) == []
+    [(severity, message)] = found(model.to(dtype))
+    assert severity == "info"
+    assert error in message
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()  # type: ignore[union-attr]
+    assert found(model) == []
+
+
+def test_a_load_that_takes_nothing() -> None:
+    model, patches = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), Patches()
+    watch_loads(patches)
+    try:
+        of_wrapper = {f"module.{name}": value for name, value in model.state_dict().items()}
+        model.load_state_dict(of_wrapper, strict=False)
+        [(severity, message)] = found(nn.ModuleDict({"module": model}))
+        assert severity == "warning"
+        assert (
+            "none of the 4 names that it was given is the model's (module.0.weight, where the model has 0.weight)"
+            in (message)
+        )
+        model.load_state_dict(of_wrapper | {"0.weight": torch.zeros(3, 2)}, strict=False)  # a head is new
+        assert found(model) == []
+        model.load_state_dict({}, strict=False)
+        assert found(model) == []
+        model.load_state_dict(of_wrapper, strict=False)
+        model.load_state_dict(model.state_dict())  # the script has tried both
+        assert found(model) == []
+    finally:
+        patches.undo()
+    model.load_state_dict(of_wrapper, strict=False)
+    assert found(model) == []  # not watched
