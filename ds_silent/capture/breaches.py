@@ -137,7 +137,8 @@ def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_siz
         for told in json.loads(text):
             breach = Breach(**told | {"effects": tuple(told["effects"])})
             found.setdefault(breach.key, (breach, set()))[1].update(part)
-    return tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in found.values())
+    everywhere = [one for one in found.values() if len(one[1]) == world_size or not one[0].alike_on_all]
+    return tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in everywhere)
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
@@ -145,4 +146,5 @@ def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     everybody = len(ranks) in (0, world_size)
     message = breach.message if everybody else f"On {named(ranks, world_size)}: {breach.message}"
     blamed = ranks if 2 * len(ranks) <= world_size else ()
-    return Unlike(**vars(breach) | {"key": KEY + breach.key, "message": message}, ranks=blamed)
+    told = {name: value for name, value in vars(breach).items() if name != "alike_on_all"}
+    return Unlike(**told | {"key": KEY + breach.key, "message": message}, ranks=blamed)

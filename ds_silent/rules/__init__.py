@@ -15,6 +15,7 @@ from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
+from ds_silent.rules.outside_model import OutsideModel
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.training_mode import TrainingMode
@@ -25,7 +26,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient)
+    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel)
     of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     rules += framework.own_rules

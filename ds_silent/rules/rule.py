@@ -28,6 +28,7 @@ class Breach:
         message: one sentence or two, without the ranks: these are added where not all have it.
         since: the step at which it was found first.
         effects: kinds of findings that it brings about by itself, see :mod:`ds_silent.detectors.lifecycle`.
+        alike_on_all: it is a fault only if every rank has found the same.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Breach:
     remedy: str
     since: int
     effects: tuple[str, ...] = ()
+    alike_on_all: bool = False
 
 
 class Rule:

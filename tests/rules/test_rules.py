@@ -17,11 +17,12 @@ from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
+from ds_silent.rules.outside_model import OutsideModel
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
-OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient]
+OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel]
 ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [

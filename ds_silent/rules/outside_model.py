@@ -1,0 +1,122 @@
+"""Check that what the optimizers step beside the observed model is reduced, too.
+
+A loss with weights of its own, such as a classifier or a learned temperature, lies outside the module that
+``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
+own copy. A parameter counts if autograd brings its gradient, and ``step`` finds what it has brought, bit for bit, or
+clipped. Silent: what ranks hold as their own from the start, such as parts of a sharded classifier; another wrapper's
+parameters; gradients that the script reduces, and masters that it fills.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_silent.device import ReadLater
+from ds_silent.distributed.parts import listed
+from ds_silent.framework import Framework
+from ds_silent.maths.fingerprint import short_hash
+from ds_silent.patches import Patches
+from ds_silent.rules.rule import Breach, Rule
+
+_LOOKS, _ELEMENTS, _SHOWN = 8, 64, 3
+_CLIPPED = 1e-3  # of the largest element: what a clipping's factor leaves of proportion, also in bf16 with few elements
+
+
+class OutsideModel(Rule):
+    """Follow this rank's parameters that an optimizer holds and the observed model does not."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._names: dict[Tensor, str] = {}
+        self._came: dict[Tensor, Tensor] = {}  # some elements of each gradient, as autograd left it
+        self._later: list[tuple[int, list[Tensor], ReadLater]] = []  # step; whether each stayed
+        self._since: dict[Tensor, int] = {}
+        self._looks, self._key = 0, ""
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at each gradient as it has come, and as each step finds it."""
+        groups = self._framework.parameter_groups() or []
+        own = set(map(id, self._framework.module.parameters()))
+        beside = [one for group in groups for one in group if id(one) not in own and _is_plain(one)]
+        if not beside:
+            return
+        self._names = _names_of(beside, self._framework.wrapper)
+        self._key = f"outside:{short_hash([_some(one.detach()).tolist() for one in self._names])}"
+        for parameter in self._names:
+            patches.hook(parameter.register_post_accumulate_grad_hook, partial(safely, self._arrives))
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _arrives(self, parameter: Tensor) -> None:
+        if self._looks < _LOOKS and parameter.grad is not None:
+            self._came[parameter] = _some(parameter.grad).clone()
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        came, self._came = self._came, {}
+        pairs = [(one, came[one], _some(one.grad)) for one in came if one.grad is not None]
+        if pairs and self._looks < _LOOKS:
+            self._looks += 1
+            stayed = torch.stack([_unreduced(before, now).to(pairs[0][1].device) for _, before, now in pairs])
+            self._later.append((self._framework.step, [one for one, *_ in pairs], ReadLater(stayed)))
+
+    def breaches(self) -> tuple[Breach, ...]:
+        while self._later and self._later[0][2].ready:
+            step, parameters, later = self._later.pop(0)
+            for parameter, stayed in zip(parameters, later.values.tolist(), strict=True):
+                if stayed:
+                    self._since.setdefault(parameter, step)
+        if not self._since:
+            return ()
+        names = [self._names[parameter] for parameter in self._since]
+        one = len(names) == 1
+        message = (
+            f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
+            f"{'it' if one else 'them'}: nothing reduces {'its' if one else 'their'} gradient, each rank trains its "
+            "own copy by its own rows, and the copies part."
+        )
+        remedy = (
+            "Put it into the module that is wrapped, wrap it in a DistributedDataParallel of its own, or reduce its "
+            "gradient before each step."
+        )
+        since = min(self._since.values())
+        return (
+            Breach(self._key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True),
+        )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, nn.Parameter) and parameter.is_leaf and parameter.requires_grad
+
+
+def _some(values: Tensor) -> Tensor:
+    return values.reshape(-1)[:_ELEMENTS].float()
+
+
+def _names_of(parameters: list[Tensor], own: object) -> dict[Tensor, str]:
+    """Return those that no other wrapper of the process reduces, and what a module calls each."""
+    names = {id(one): f"a parameter of shape {tuple(one.shape)}" for one in parameters}
+    for held in gc.get_objects():
+        if issubclass(type(held), DistributedDataParallel) and held is not own:
+            for one in held.parameters():
+                names.pop(id(one), None)
+        elif issubclass(type(held), nn.Module):
+            for name, one in held.__dict__.get("_parameters", {}).items():
+                if id(one) in names:
+                    names[id(one)] = f"{type(held).__name__}.{name}"
+    return {one: names[id(one)] for one in parameters if id(one) in names}
+
+
+def _unreduced(before: Tensor, now: Tensor) -> Tensor:
+    """Tell whether a gradient is not 0 and the same, or the same but for a factor that a clipping has."""
+    same = (before == now).all()
+    if len(before) > 1:
+        largest, other = before.abs().max(), now.abs().max()
+        same |= (now * largest - before * other).abs().max() <= _CLIPPED * largest * other
+    return same & before.any()

@@ -1,0 +1,114 @@
+"""Parameters that the optimizer steps beside the wrapped model: each rank's own by mistake, by design, or reduced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_silent
+from ds_silent.sinks.jsonl import read_events
+from tests.support.distributed import run_distributed
+
+STEPS, ROWS, CLASSES = 5, 8, 4
+CLASSIFIER, TEMPERATURE = "Head.classifier", "Head.temperature"
+TOLD = {
+    "": "Head.temperature",  # of a loss without another weight
+    "classifier": CLASSIFIER,
+    "classifier, clipped": CLASSIFIER,
+    "classifier, accumulated": CLASSIFIER,
+    "classifier, fully_shard": CLASSIFIER,
+}
+SILENT = (
+    "classifier, each rank's own",
+    "classifier, reduced by hand",
+    "classifier, reduced by hand, clipped",
+    "classifier, wrapped",
+    "classifier, frozen",
+    "classifier, masters",
+)
+
+
+class Head(nn.Module):
+    """A loss with weights of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if "classifier" in kind:
+            torch.manual_seed(1 + dist.get_rank() if "own" in kind else 1)
+            self.classifier = nn.Parameter(torch.randn(CLASSES, 8), requires_grad="frozen" not in kind)
+        else:
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = x @ self.classifier.T if hasattr(self, "classifier") else x[:, :CLASSES] * self.temperature
+        return functional.cross_entropy(logits, y)
+
+
+def _train(directory: str, kind: str) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 8)
+    if "fully_shard" in kind:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    head: Any = Head(kind)
+    if "wrapped" in kind:
+        head = DistributedDataParallel(head)
+    weights = list(head.parameters())
+    held = [weight.detach().clone().requires_grad_() for weight in weights] if "masters" in kind else weights
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": held}], lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    config = {"output_dir": directory, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config=config, accumulation=2 if "accumulated" in kind else 1):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for last in (False, True) if "accumulated" in kind else (True,):
+                model.require_backward_grad_sync = last
+                head(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))).backward()
+            if "by hand" in kind or "masters" in kind:
+                for weight in weights:
+                    dist.all_reduce(weight.grad)
+                    weight.grad /= 2
+            if "masters" in kind:
+                for weight, master in zip(weights, held, strict=True):
+                    master.grad, weight.grad = weight.grad, None
+            if "clipped" in kind:
+                nn.utils.clip_grad_norm_([*model.parameters(), *held], 0.01)
+            optimizer.step()
+            with torch.no_grad():
+                for weight, master in zip(weights, held, strict=True):
+                    weight.copy_(master)
+    return [float(weight.detach().double().sum()) for weight in weights]
+
+
+def _each(directory: str) -> dict[str, list[float]]:
+    return {kind: _train(f"{directory}/{kind or 'temperature'}", kind) for kind in (*TOLD, *SILENT)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[float]]]]:
+    directory = tmp_path_factory.mktemp("outside")
+    return directory, run_distributed(_each, 2, (str(directory),))
+
+
+@pytest.mark.parametrize("kind", [*TOLD, *SILENT])
+def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[dict[str, list[float]]]]) -> None:
+    directory, (first, second) = runs
+    assert (first[kind] == second[kind]) is (kind in SILENT and "own" not in kind)
+    events = [e for e in read_events(directory / (kind or "temperature") / "events.jsonl") if e["severity"] != "info"]
+    told = [(event["step"], event["kind"], event["severity"], event["where"], event["ranks"]) for event in events]
+    expected = [(1, "unreduced-gradient", "warning", TOLD[kind], [])] if kind in TOLD else []
+    if kind == "classifier, clipped":  # by a norm of its own on each rank
+        assert told.pop(0) == (1, "aggregation-error", "error", "applied gradient", [])
+    assert told == expected
+    if told:
+        assert f"{TOLD[kind]} lies outside the wrapped model, and the optimizer steps it" in events[-1]["message"]
