@@ -74,7 +74,7 @@ class OutsideModel(Rule):
                     self._since.setdefault(parameter, step)
         if not self._since:
             return ()
-        names = [self._names[parameter] for parameter in self._since]
+        names = [name for parameter, name in self._names.items() if parameter in self._since]
         one = len(names) == 1
         message = (
             f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
@@ -106,10 +106,11 @@ def _names_of(parameters: list[Tensor], own: object) -> dict[Tensor, str]:
         if issubclass(type(held), DistributedDataParallel) and held is not own:
             for one in held.parameters():
                 names.pop(id(one), None)
-        elif issubclass(type(held), nn.Module):
-            for name, one in held.__dict__.get("_parameters", {}).items():
-                if id(one) in names:
-                    names[id(one)] = f"{type(held).__name__}.{name}"
+        elif issubclass(type(held), nn.Module) and "_modules" in held.__dict__:
+            for path, one in held.named_parameters():
+                name = f"{type(held).__name__}.{path}"
+                if name.count(".") > names.get(id(one), name).count("."):  # the outermost module's
+                    names[id(one)] = name
     return {one: names[id(one)] for one in parameters if id(one) in names}
 
 

@@ -17,9 +17,9 @@ from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
 STEPS, ROWS, CLASSES = 5, 8, 4
-CLASSIFIER, TEMPERATURE = "Head.classifier", "Head.temperature"
+CLASSIFIER, TEMPERATURE = "Head.classifier.weight", "Head.temperature"
 TOLD = {
-    "": "Head.temperature",  # of a loss without another weight
+    "": TEMPERATURE,  # of a loss without another weight
     "classifier": CLASSIFIER,
     "classifier, clipped": CLASSIFIER,
     "classifier, accumulated": CLASSIFIER,
@@ -42,12 +42,12 @@ class Head(nn.Module):
         super().__init__()
         if "classifier" in kind:
             torch.manual_seed(1 + dist.get_rank() if "own" in kind else 1)
-            self.classifier = nn.Parameter(torch.randn(CLASSES, 8), requires_grad="frozen" not in kind)
+            self.classifier = nn.Linear(8, CLASSES, bias=False).requires_grad_("frozen" not in kind)
         else:
             self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        logits = x @ self.classifier.T if hasattr(self, "classifier") else x[:, :CLASSES] * self.temperature
+        logits = self.classifier(x) if hasattr(self, "classifier") else x[:, :CLASSES] * self.temperature
         return functional.cross_entropy(logits, y)
 
 
