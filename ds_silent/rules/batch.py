@@ -3,10 +3,10 @@
 Its contract is documented: the model shifts the labels itself; a label of -100 does not count; a mask of 0 is padding;
 a mask that is given hides from it that positions start again. What breaks it is told; what may be meant is not.
 
-A micro-batch counts when the loss that the model itself has made of its labels gets a gradient: an evaluation, or a
-script that makes its own loss from the logits, is not looked at. Of each, a few counts are taken on the device
-(:class:`Counts`). They are added up over ``LOOKED_AT`` measured steps, from the first and from every ``EVERY``-th on,
-and judged as they come; a check that has too little to go by leaves its verdict as it was.
+A micro-batch counts when the loss that the model itself has made of its labels gets a gradient: an evaluation is not
+looked at, and of a script that makes its own loss from the logits the mask alone. Of each, a few counts are taken on
+the device (:class:`Counts`). They are added up over ``LOOKED_AT`` measured steps, from the first and from every
+``EVERY``-th on, and judged as they come; a check that has too little to go by leaves its verdict as it was.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Counts(NamedTuple):
     padding_trained: float  # of these, with a label that is not ignored
     restarts: float  # places where positions start again, between two tokens that a mask calls attended
     led_by_padding: float  # rows that begin with padding tokens which the mask calls attended
+    empty: float  # rows of which the mask calls no token attended
 
 
 _NOTHING = Counts(*[0.0] * len(Counts._fields))
@@ -131,8 +132,18 @@ def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: boo
         "padding_trained": padding & counts[:, 1:],
         "restarts": restarts,
         "led_by_padding": led,
+        "empty": ~attended.any(1),
     }
     return torch.stack([taken[name].sum() for name in Counts._fields]).float()
+
+
+def counts_of_mask(inputs: dict[str, Any]) -> Tensor | None:
+    """Return :class:`Counts` of a forward without labels: what its mask says by itself."""
+    mask = inputs.get("attention_mask")
+    if not _is_plain(mask):
+        return None
+    empty = (~mask.ne(0).any(1)).sum().float()
+    return torch.stack([empty if name == "empty" else torch.zeros_like(empty) for name in Counts._fields])
 
 
 def _any_of(values: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -175,16 +186,18 @@ class BatchContents(Rule):
         looks = self._steps % EVERY < LOOKED_AT or self._unlabelled > 0
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not looks:
             return
-        loss = getattr(output, "loss", None)
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        loss, inputs = getattr(output, "loss", None), inputs_of(model, args, kwargs)
+        own = isinstance(loss, Tensor) and loss.requires_grad
+        trained = loss if own else getattr(output, "logits", None)
+        if not isinstance(trained, Tensor) or not trained.requires_grad:
             return
         with torch.no_grad():
-            counts = counts_of(inputs_of(model, args, kwargs), self._tokens, self._hides_restarts)
+            counts = counts_of(inputs, self._tokens, self._hides_restarts) if own else counts_of_mask(inputs)
         if counts is not None:
-            loss.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
+            trained.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
 
     def _backward(self, counts: Tensor, gradient: Tensor) -> None:
-        """Take the micro-batch: its loss is trained. A hook that returns a tensor would replace the gradient."""
+        """Take the micro-batch: it is trained. A hook that returns a tensor would replace the gradient."""
         self._trained.append(counts)
 
     def breaches(self) -> tuple[Breach, ...]:
@@ -226,6 +239,7 @@ def _verdicts(c: Counts, unlabelled: float) -> dict[str, bool | None]:
         "ends": judged(c.ends > 0 or c.ends_ignored >= _ROWS, c.ends == 0),
         "padding": judged(c.padding >= _PLACES, c.padding_trained >= 0.9 * c.padding),
         "positions": judged(c.rows >= _FEW_ROWS, c.restarts >= _FEW_ROWS),
+        "empty": c.empty >= _FEW_ROWS,
         "padded": judged(c.rows >= _FEW_ROWS, c.led_by_padding >= _FEW_ROWS),
     }
 
@@ -272,6 +286,13 @@ _WORDS: dict[str, tuple[Severity, str, str, str]] = {
         "Positions start again inside rows, as where several documents are packed, and attention_mask calls all of "
         "them attended: with a mask the model does not look at the positions, and a document attends to those before.",
         "Leave attention_mask out of packed batches and set use_cache to false, or give a mask by documents.",
+    ),
+    "empty": (
+        "warning",
+        "attention_mask",
+        "Rows come of which attention_mask calls no token attended: the model computes with nothing, and the row is "
+        "trained.",
+        "Look at how rows are cut to their greatest length: what is kept may be the padding.",
     ),
     "padded": (
         "warning",

@@ -85,6 +85,7 @@ FAULTS: dict[str, tuple[str, Callable[[int], Inputs]]] = {
         changed(packed, lambda i: i.update(attention_mask=torch.ones_like(i["input_ids"]))),
     ),
     "a mask of ones on padding": ("padded", changed(rows, lambda i: (pad_left(i), i["attention_mask"].fill_(1)))),
+    "rows without a token": ("empty", changed(rows, lambda i: i["attention_mask"][:4].fill_(0))),
     "no mask on padding": ("padded", changed(rows, lambda i: (pad_left(i), i.pop("attention_mask")))),
 }
 
@@ -121,6 +122,17 @@ def test_a_fault_of_the_batch_is_told_by_its_name(name: str) -> None:
     found, _ = run(make)
     assert found[-1] == [check]
     assert check == "ignored" or found[0] == [check], "at its first step"
+
+
+def test_a_mask_speaks_for_itself_where_the_script_makes_the_loss() -> None:
+    def logits_alone(output: Any, inputs: Inputs) -> Tensor:
+        return output.logits.square().mean()  # type: ignore[no-any-return]
+
+    without = changed(FAULTS["rows without a token"][1], lambda i: i.pop("labels"))
+    assert run(without, loss_of=logits_alone)[0] == [["empty"]] * LOOKED_AT
+    three = changed(rows, lambda i: (i.pop("labels"), i["attention_mask"][0].fill_(0)))
+    assert run(three, loss_of=logits_alone)[0] == [[]] * 3 + [["empty"]]
+    assert run(changed(rows, lambda i: i.pop("labels")), loss_of=logits_alone)[0] == [[]] * LOOKED_AT
 
 
 def test_a_fault_is_told_of_gpt2_too() -> None:
@@ -292,6 +304,7 @@ def naive(ids: Any, labels: Any, mask: Any, positions: Any) -> Counts:
     for x, y, m, p in zip(ids, labels, mask, positions, strict=True):
         n, places = len(x), [t for t in range(len(x)) if m[t]]
         found["rows"] += 1
+        found["empty"] += not places
         first = places[0] if places else 0
         found["doubled"] += x[first] == BEGIN and x[min(first + 1, n - 1)] == BEGIN
         found["led_by_padding"] += all(x[t] == PADDING and m[t] for t in range(4)) and x[-1] != PADDING
