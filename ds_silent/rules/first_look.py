@@ -3,6 +3,9 @@
 * A transformers model that ties its embeddings, by its configuration, holds them as one parameter: else a warning.
 * A group without weight decay, beside one that differs in the decay alone, is there for biases and normalisations. A
   note if it is empty or holds none of the normalisations' weights: their names were looked for in vain.
+* A group with a learning rate of its own holds parameters: else a note.
+* A LoRA adapter is scaled by alpha / r (by alpha / sqrt(r) with rsLoRA), of peft's ``alpha_pattern`` and
+  ``rank_pattern`` where one of their names ends that of its module: else a warning.
 * Rotary frequencies (``inv_freq``) are fp32: a note if the model was cast to bf16 or fp16 with them.
 * ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
   :func:`watch_loads` sees it, where a whole process is observed.
@@ -10,7 +13,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -125,6 +130,55 @@ def _weights_of_norms(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.weight".lstrip("."), weight
 
 
+def _empty_rate(framework: Framework) -> Breach | None:
+    settings = [group for optimizer in framework.optimizers() for group in optimizer.param_groups]
+    held = framework.parameter_groups() or []
+    rates = [number(group.get("initial_lr", group.get("lr"))) for group in settings]
+    if len(held) != len(settings):
+        return None
+    for place, rate in enumerate(rates):
+        others = {other for other, parameters in zip(rates, held, strict=True) if parameters}
+        if not held[place] and rate is not None and rate not in others:
+            message = f"Parameter group {place} has a learning rate of its own, {rate:g}, and holds no parameter."
+            remedy = "Look at how its parameters are chosen: those that are meant are in another group, or in none."
+            where = f"parameter group {place}"
+            return Breach("empty rate", "update-mismatch", "info", where, message, remedy, framework.step)
+    return None
+
+
+def _scaled_adapters(framework: Framework) -> Breach | None:
+    configs: Any = getattr(framework.module, "peft_config", None)
+    for name, inner in framework.module.named_modules() if isinstance(configs, Mapping) else ():
+        scaling = getattr(inner, "scaling", None)
+        for adapter, factor in scaling.items() if isinstance(scaling, Mapping) else ():
+            meant = _scaling(configs.get(adapter), name)
+            if meant is not None and number(factor) is not None and not math.isclose(factor, meant, rel_tol=1e-6):
+                message = (
+                    f"peft's configuration scales the adapter {adapter} of {name} by {meant:g} (alpha and r, with "
+                    f"alpha_pattern and rank_pattern), and it is scaled by {factor:g}."
+                )
+                remedy = "Update peft, or give alpha and r without patterns; undo set_scale and scale_layer."
+                return Breach("scaling", "update-mismatch", "warning", name, message, remedy, framework.step)
+    return None
+
+
+def _scaling(config: Any, module: str) -> float | None:
+    """Return what a LoRA configuration of peft says of a module; None where a pattern is more than a name."""
+    values = []
+    for name, patterns in (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern")):
+        own = getattr(config, patterns, None) or {}
+        if not all(re.fullmatch(r"[\w.]+", pattern) for pattern in own):
+            return None
+        found = [value for pattern, value in own.items() if f".{module}".endswith(f".{pattern}")]
+        values.append(number(found[0] if len(set(found)) == 1 else getattr(config, name, None)))
+        if len(set(found)) > 1:
+            return None
+    alpha, rank = values
+    if not alpha or not rank:
+        return None
+    return alpha / (math.sqrt(rank) if getattr(config, "use_rslora", False) else rank)
+
+
 def _rounded_frequencies(framework: Framework) -> Breach | None:
     low = {
         name: buffer.dtype
@@ -181,4 +235,11 @@ def _vain_load(framework: Framework) -> Breach | None:
     return Breach("loaded nothing", "weights-mismatch", "warning", "load_state_dict", message, remedy, framework.step)
 
 
-_LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (_untied, _decayed_norms, _rounded_frequencies, _vain_load)
+_LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (
+    _untied,
+    _decayed_norms,
+    _empty_rate,
+    _scaled_adapters,
+    _rounded_frequencies,
+    _vain_load,
+)

@@ -139,7 +139,7 @@ def test_normalisations_that_a_list_of_names_does_not_find() -> None:
         by_dimension,
         lambda model: by_name(model, ("bias", "norm", "ln_")),
         lambda model: by_name(model, ("embed", "wte", "bias")),  # another choice
-        lambda model: by_name(model, ("bias",), lr=1e-4),  # groups that differ in more than the decay
+        lambda model: by_name(model, ("bias",), eps=1e-6),  # groups that differ in more than the decay
         lambda model: by_name(model, ("bias",), decay=0.0),
         lambda model: [{"params": list(model.parameters()), "weight_decay": 0.1}],
     ],
@@ -148,6 +148,48 @@ def test_normalisations_that_a_list_of_names_does_not_find() -> None:
 def test_groups_that_mean_what_they_hold_are_silent(kind: str, groups: Any) -> None:
     model = model_of(kind)
     assert found(model, groups(model)) == []
+
+
+def test_a_group_with_a_rate_of_its_own_holds_parameters() -> None:
+    model = nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters, "lr": 0.1}, {"params": [], "lr": 0.1}]
+    assert found(model, groups) == []  # as a Trainer's without decay, of adapters
+    [(severity, message)] = found(model, [*groups, {"params": [], "lr": 0.001}])
+    assert (severity, message) == (
+        "info",
+        "Parameter group 2 has a learning rate of its own, 0.001, and holds no parameter.",
+    )
+
+
+def adapted(scaling: float, **config: Any) -> nn.Module:
+    """A model as peft makes it: a factor on each adapter, and the configuration that it is of."""
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"q_proj": nn.Linear(2, 2)})})
+    model["attention"]["q_proj"].scaling = {"default": scaling}  # type: ignore[index, assignment]
+    model.peft_config = {"default": SimpleNamespace(**{"r": 4, "lora_alpha": 8, **config})}  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("right", "config"),
+    [
+        (2.0, {}),
+        (4.0, {"use_rslora": True}),
+        (8.0, {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"attention.q_proj": 64}}),
+        (1.0, {"rank_pattern": {"q_proj": 8, "k_proj": 2}, "alpha_pattern": {"proj": 64}}),
+    ],
+)
+def test_an_adapter_is_scaled_as_its_configuration_says(right: float, config: dict[str, Any]) -> None:
+    assert found(adapted(right, **config)) == []
+    [(severity, message)] = found(adapted(right / 8, **config))
+    assert severity == "warning"
+    assert f"of attention.q_proj by {right:g} (alpha and r" in message
+    assert f"it is scaled by {right / 8:g}." in message
+
+
+@pytest.mark.parametrize("config", [{"alpha_pattern": {"q_.*": 64}}, {"r": None}, {"rank_pattern": {"q_proj": 2}}])
+def test_what_a_pattern_means_beyond_a_name_is_not_guessed(config: dict[str, Any]) -> None:
+    assert found(adapted(4.0, **config)) == []
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, "0.004 of itself"), (torch.float16, "0.0005 of itself")])
