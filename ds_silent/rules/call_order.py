@@ -108,12 +108,11 @@ _CLIPPED = {
 """Message and remedy of each."""
 
 
-class EmptyStep(Rule):
-    """Follow the steps of all optimizers of which no parameter has a gradient, behind a reduction."""
+class _WrongSteps(Rule):
+    """Count the optimizers' steps in a row at which something is wrong, and keep the number of the first."""
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._own = set(map(id, framework.parameters))
         self._times = self._since = 0
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -122,16 +121,33 @@ class EmptyStep(Rule):
             patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if len(args) > 1 or kwargs or any(one.grad is not None or id(one) not in self._own for one in held):
-            self._times = 0  # a closure runs the backward in the step; masters may keep gradients elsewhere
-            return
-        self._times += 1
+        raise NotImplementedError
+
+    def _count(self, wrong: bool) -> None:
+        self._times = self._times + 1 if wrong else 0
         if self._times == 1:
             self._since = self._framework.step
 
+    @property
+    def _by_all(self) -> int:
+        """Steps in a row that are enough, where each optimizer takes one in turn."""
+        return _TIMES * max(1, len(self._framework.optimizers()))
+
+
+class EmptyStep(_WrongSteps):
+    """Follow the steps of all optimizers of which no parameter has a gradient, behind a reduction."""
+
+    def __init__(self, framework: Framework):
+        super().__init__(framework)
+        self._own = set(map(id, framework.parameters))
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        closure = len(args) > 1 or kwargs  # it runs the backward in the step; masters may keep gradients elsewhere
+        self._count(not (closure or any(one.grad is not None or id(one) not in self._own for one in held)))
+
     def breaches(self) -> tuple[Breach, ...]:
-        if self._times < _TIMES * max(1, len(self._framework.optimizers())):
+        if self._times < self._by_all:
             return ()
         message = (
             f"Each optimizer.step() since step {self._since} finds no gradient in any parameter, although the backward "
@@ -141,14 +157,13 @@ class EmptyStep(Rule):
         return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._since),)
 
 
-class ScaledStep(Rule):
+class ScaledStep(_WrongSteps):
     """Follow the steps that apply gradients of a scaled loss as they are."""
 
     def __init__(self, framework: Framework):
-        self._framework = framework
+        super().__init__(framework)
         self._unscaled: set[int] = set()  # ids of the optimizers whose next step is right
         self._inside = self._by_hand = False  # of GradScaler.step; the script has asked for the scale
-        self._times = self._since = 0
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each of a GradScaler's calls, and at each step."""
@@ -171,15 +186,12 @@ class ScaledStep(Rule):
 
         for name, call in (("unscale_", unscale), ("step", step), ("get_scale", asked)):
             patches.wrap_method(scaler, name, call)
-        for optimizer in self._framework.optimizers():
-            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+        super().connect(patches, safely)
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         right = self._inside or self._by_hand or id(optimizer) in self._unscaled or not self._framework.counts.scaled
         self._unscaled.discard(id(optimizer))
-        self._times = 0 if right else self._times + 1
-        if self._times == 1:
-            self._since = self._framework.step
+        self._count(not right)
 
     def breaches(self) -> tuple[Breach, ...]:
         if self._times < _TIMES:
@@ -196,18 +208,13 @@ class ScaledStep(Rule):
         return (Breach("scaled", "update-mismatch", "warning", "GradScaler", message, remedy, self._since),)
 
 
-class StaleCasts(Rule):
+class StaleCasts(_WrongSteps):
     """Follow steps within an ``autocast`` that the forwards before and behind them lie in, too."""
-
-    def __init__(self, framework: Framework):
-        self._framework = framework
-        self._times = self._since = 0  # steps within one context
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each step, and at what empties autocast's cache: leaving the outermost context does."""
         patches.around(torch, "clear_autocast_cache", partial(safely, self._left))
-        for optimizer in self._framework.optimizers():
-            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+        super().connect(patches, safely)
 
     def _left(self) -> None:
         self._times = 0
@@ -217,11 +224,10 @@ class StaleCasts(Rule):
         if first is None or first.dtype != torch.float32 or not torch.is_autocast_cache_enabled():
             return
         if torch.is_autocast_enabled(first.device.type):
-            self._times += 1
-            self._since = self._framework.step if self._times == 1 else self._since
+            self._count(True)
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._times <= _TIMES * max(1, len(self._framework.optimizers())):
+        if self._times <= self._by_all:
             return ()
         message = (
             f"One autocast lies around forwards and steps since step {self._since}: it keeps the weights as it has "
