@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader, Sampler, dataloader
 
 from ds_silent.capture.data_set import held_by
 from ds_silent.capture.deals import Deal, deal_of
@@ -46,6 +46,7 @@ class DataFacts:
     rows: int | None = None  # of one epoch, over all ranks
     shuffles: bool | None = None
     filled: int = 0  # rows more that a pass deals to the ranks, as of a sampler that fills up each of its buckets
+    by_epoch: bool = False  # nobody says whether they are shuffled, and a sampler or a shuffled data set has set_epoch
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,8 @@ def _facts(source: Any, ranks: int) -> DataFacts:
         sets = [getattr(one, name, None) for one in samplers for name in ("dataset", "_dataset", "data_source")]
         rows = next((length for length in map(length_of, sets) if length is not None), None)
     shuffles = next((known for known in map(_shuffles, samplers) if known is not None), None)
-    return DataFacts(rows, shuffles, 0 if shares is None else _filled(source, rows, ranks))
+    by_epoch = shuffles is None and any(map(_takes_epochs, samplers))
+    return DataFacts(rows, shuffles, 0 if shares is None else _filled(source, rows, ranks), by_epoch)
 
 
 def _filled(iterator: Any, rows: int | None, ranks: int) -> int:
@@ -299,3 +301,14 @@ def _shuffles(sampler: Any) -> bool | None:
         return said
     name = type(sampler).__name__
     return True if "RandomSampler" in name else (False if name == "SequentialSampler" else None)
+
+
+def _takes_epochs(source: Any) -> bool:
+    """Tell whether a sampler, or the streamed and shuffled data set of a loader, is told of each epoch.
+
+    ``_shuffling`` is that of datasets' ``IterableDataset`` (2.14 to 4.4). A loader's own ``set_epoch`` says nothing.
+    """
+    if isinstance(source, DataLoader):
+        data = source.dataset
+        return getattr(getattr(data, "dataset", data), "_shuffling", None) is not None
+    return isinstance(source, Sampler) and callable(getattr(source, "set_epoch", None))

@@ -14,8 +14,9 @@ and what is found is a warning.
 
 **The same order in every epoch** although the data are shuffled (:class:`SameOrderTest`): no rank calls
 ``sampler.set_epoch``. Reported where the sampler says that it shuffles, or else, as a note, where the ids that the
-script tells are not in their own order: shards may be read as they were written. Data that are walked in a fixed order
-by design are healthy. Null hypothesis: each epoch has a shuffle of its own.
+script tells are not in their own order (shards may be read as they were written), or a sampler or a shuffled data set
+has ``set_epoch``. Data that are walked in a fixed order by design are healthy. Null hypothesis: each epoch has a
+shuffle of its own.
 """
 
 from __future__ import annotations
@@ -248,6 +249,10 @@ class SameOrderTest(Detector):
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
             "not seed the loader's generator anew."
         )
+        if not self._promised:
+            remedy = (
+                f"If the order is meant to stay, do nothing. Else: {remedy} Workers that persist may not learn of it."
+            )
         key: EventKind = "same-order"
         severity: Severity = "warning" if self._promised else "info"
         ranks, score, since = tuple(range(record.world_size)), self._score, self._since

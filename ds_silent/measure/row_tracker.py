@@ -371,6 +371,6 @@ def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
-    """Tell whether a repeated order is a fault: the sampler says that it shuffles, or the script's ids are shuffled."""
+    """Tell whether a repeated order may be a fault: by the sampler, else by the script's ids, else by its set_epoch."""
     said = walk.facts.shuffles
-    return (walk.told and order.shuffled) if said is None else said
+    return (order.shuffled if walk.told else walk.facts.by_epoch) if said is None else said

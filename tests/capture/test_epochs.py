@@ -205,6 +205,20 @@ def test_the_same_order_by_design_is_healthy(told: bool) -> None:
             assert judge.step(StepRecord(step + 1, 0, None, 2), evidence) == []
 
 
+def test_an_order_that_comes_again_is_noted_of_a_sampler_that_is_told_of_epochs() -> None:
+    tracker, judge, found = RowTracker(), Judge(DetectorsConfig()), []
+    order, facts = np.random.default_rng(1).permutation(40) * 7919, DataFacts(40, by_epoch=True)
+    for step in range(30):
+        rows = [torch.from_numpy(order[(step * 8) % 40 :][r::2][:4]) for r in range(2)]
+        sent = torch.stack([pack_ids(one, 4) for one in rows]).double()
+        seen = tracker.step(sent, 4, facts.rows, Walk(facts, told=False))
+        assert seen is not None
+        evidence = Evidence(coverage=seen.evidence.coverage, same_order=seen.evidence.same_order)
+        found += judge.step(StepRecord(step + 1, 0, None, 2), evidence)
+    assert [(event.kind, event.severity) for event in found] == [("same-order", "info")]
+    assert found[0].remedy.startswith("If the order is meant to stay, do nothing. Else: Call sampler.set_epoch(epoch)")
+
+
 def resumed(deal: Deal) -> None:
     """Go on as another process does, with what a checkpoint holds."""
     state = json.loads(json.dumps(deal.tracker.state_dict(False)))

@@ -10,6 +10,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -28,6 +29,29 @@ from ds_silent.capture.row_hashes import RowDimension, batch_tensors, rows_of
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(10))
+
+
+class Streamed(Stream):
+    """As datasets has it."""
+
+    def __init__(self, shuffled: bool) -> None:
+        self._shuffling = object() if shuffled else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """It is there without a shuffle, too."""
+
+
+class ByEpoch(Sampler[list[int]]):
+    """Batches of a script's own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """A shuffle by it may follow."""
+
+    def __iter__(self) -> Any:
+        return iter([[1, 2], [0, 3]])
+
+    def __len__(self) -> int:
+        return 2
 
 
 class Unsure(list[int]):
@@ -52,6 +76,9 @@ ROWS = list(range(10))
         (iter(DataLoader(ROWS)), 1, DataFacts(10, False)),  # type: ignore[arg-type]
         (DataLoader(ROWS, shuffle=True), 4, DataFacts(None, True)),  # type: ignore[arg-type] # split before, or not?
         (RandomSampler(ROWS), 1, DataFacts(10, True)),
+        (DataLoader(ROWS, batch_sampler=ByEpoch()), 1, DataFacts(10, by_epoch=True)),  # type: ignore[arg-type]
+        (DataLoader(Streamed(True)), 1, DataFacts(by_epoch=True)),
+        (DataLoader(Streamed(False)), 1, DataFacts()),
         (SequentialSampler(ROWS), 1, DataFacts(10, False)),
         (RandomSampler(ROWS, replacement=True), 1, DataFacts()),
         (DataLoader(ROWS, sampler=WeightedRandomSampler([1.0] * 10, 10)), 1, DataFacts()),  # type: ignore[arg-type]
