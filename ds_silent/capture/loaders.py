@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler, dataloader
+from torch.utils.data import Sampler, dataloader
 
 from ds_silent.capture.data_set import held_by
 from ds_silent.capture.deals import Deal, deal_of
@@ -308,7 +308,7 @@ def _takes_epochs(source: Any) -> bool:
 
     ``_shuffling`` is that of datasets' ``IterableDataset`` (2.14 to 4.4). A loader's own ``set_epoch`` says nothing.
     """
-    if isinstance(source, DataLoader):
-        data = source.dataset
-        return getattr(getattr(data, "dataset", data), "_shuffling", None) is not None
+    data = getattr(source, "dataset", getattr(source, "_dataset", None))
+    if getattr(getattr(data, "dataset", data), "_shuffling", None) is not None:
+        return True
     return isinstance(source, Sampler) and callable(getattr(source, "set_epoch", None))

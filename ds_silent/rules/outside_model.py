@@ -3,14 +3,15 @@
 A loss with weights of its own, such as a classifier or a learned temperature, lies outside the module that
 ``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
 own copy. A parameter counts if autograd brings its gradient, and ``step`` finds what it has brought, bit for bit, or
-clipped. Silent: what ranks hold as their own from the start, such as parts of a sharded classifier; another wrapper's
-parameters; gradients that the script reduces, and masters that it fills.
+clipped. One that no optimizer holds is a note: the first backward's graph shows it. Silent: what ranks hold as their
+own from the start, such as parts of a sharded classifier; another wrapper's parameters; gradients that the script
+reduces, and masters that it fills.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
 _LOOKS, _ELEMENTS, _SHOWN = 8, 64, 3
+_NODES = 1 << 16
 _CLIPPED = 1e-3  # of the largest element: what a clipping's factor leaves of proportion, also in bf16 with few elements
 
 
@@ -39,9 +41,11 @@ class OutsideModel(Rule):
         self._later: list[tuple[int, list[Tensor], ReadLater]] = []  # step; whether each stayed
         self._since: dict[Tensor, int] = {}
         self._looks, self._key = 0, ""
+        self._unheld: tuple[Breach, ...] | None = None  # as soon as a backward was looked at
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each gradient as it has come, and as each step finds it."""
+        patches.before_backward(partial(safely, self._begins))
         groups = self._framework.parameter_groups() or []
         own = set(map(id, self._framework.module.parameters()))
         beside = [one for group in groups for one in group if id(one) not in own and _is_plain(one)]
@@ -53,6 +57,17 @@ class OutsideModel(Rule):
             patches.hook(parameter.register_post_accumulate_grad_hook, partial(safely, self._arrives))
         for optimizer in self._framework.optimizers():
             patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+
+    def _begins(self, root: Any) -> None:
+        groups = self._framework.parameter_groups()
+        if self._unheld is None and groups is not None and isinstance(root, Tensor):
+            own = set(map(id, self._framework.module.parameters()))
+            masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
+            kept = [group for one in _alive(torch.optim.Optimizer) for group in getattr(one, "param_groups", ())]
+            held = {id(one) for group in (*groups, *(group["params"] for group in kept)) for one in group}
+            unheld = [one for one in leaves_of(root) if id(one) not in own | held and one.shape not in masters]
+            names = list(_names_of(unheld, self._framework.wrapper).values()) if unheld else []
+            self._unheld = (_no_optimizer(names, self._framework.step),) if names else ()
 
     def _arrives(self, parameter: Tensor) -> None:
         if self._looks < _LOOKS and parameter.grad is not None:
@@ -72,8 +87,9 @@ class OutsideModel(Rule):
             for parameter, stayed in zip(parameters, later.values.tolist(), strict=True):
                 if stayed:
                     self._since.setdefault(parameter, step)
+        unheld = self._unheld or ()
         if not self._since:
-            return ()
+            return unheld
         names = [name for parameter, name in self._names.items() if parameter in self._since]
         one = len(names) == 1
         message = (
@@ -87,8 +103,40 @@ class OutsideModel(Rule):
         )
         since = min(self._since.values())
         return (
+            *unheld,
             Breach(self._key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True),
         )
+
+
+def leaves_of(root: Tensor) -> list[nn.Parameter]:
+    """Return the parameters that a backward from ``root`` brings gradients, as far as ``_NODES`` of its graph show."""
+    waiting, found = [root.grad_fn], []
+    seen: set[Any] = set()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if type(leaf) is nn.Parameter:
+            found.append(leaf)
+        waiting += [inner for inner, _ in node.next_functions]
+    return found
+
+
+def _no_optimizer(names: list[str], step: int) -> Breach:
+    one = len(names) == 1
+    message = (
+        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, the loss depends on "
+        f"{'it' if one else 'them'}, and no optimizer holds {'it' if one else 'them'}: nothing trains "
+        f"{'it' if one else 'them'}."
+    )
+    remedy = "If that is meant, do nothing; requires_grad_(False) saves its gradient. Else give it to an optimizer."
+    return Breach("outside, in no optimizer", "update-mismatch", "info", names[0], message, remedy, step)
+
+
+def _alive(kind: type) -> list[Any]:
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -99,7 +147,7 @@ def _some(values: Tensor) -> Tensor:
     return values.reshape(-1)[:_ELEMENTS].float()
 
 
-def _names_of(parameters: list[Tensor], own: object) -> dict[Tensor, str]:
+def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
     """Return those that no other wrapper of the process reduces, and what a module calls each."""
     names = {id(one): f"a parameter of shape {tuple(one.shape)}" for one in parameters}
     for held in gc.get_objects():

@@ -76,7 +76,7 @@ ROWS = list(range(10))
         (iter(DataLoader(ROWS)), 1, DataFacts(10, False)),  # type: ignore[arg-type]
         (DataLoader(ROWS, shuffle=True), 4, DataFacts(None, True)),  # type: ignore[arg-type] # split before, or not?
         (RandomSampler(ROWS), 1, DataFacts(10, True)),
-        (DataLoader(ROWS, batch_sampler=ByEpoch()), 1, DataFacts(10, by_epoch=True)),  # type: ignore[arg-type]
+        (DataLoader(ROWS, batch_sampler=ByEpoch()), 1, DataFacts(10, False)),  # type: ignore[arg-type]
         (DataLoader(Streamed(True)), 1, DataFacts(by_epoch=True)),
         (DataLoader(Streamed(False)), 1, DataFacts()),
         (SequentialSampler(ROWS), 1, DataFacts(10, False)),

@@ -32,6 +32,7 @@ SILENT = (
     "classifier, wrapped",
     "classifier, frozen",
     "classifier, masters",
+    "classifier, in no optimizer",
 )
 
 
@@ -64,6 +65,8 @@ def _train(directory: str, kind: str) -> list[float]:
     if "wrapped" in kind:
         head = DistributedDataParallel(head)
     weights = list(head.parameters())
+    if "no optimizer" in kind:
+        weights = []
     held = [weight.detach().clone().requires_grad_() for weight in weights] if "masters" in kind else weights
     optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": held}], lr=0.1)
     torch.manual_seed(1 + dist.get_rank())
@@ -104,7 +107,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[dict[str, list[float]]]]) -> None:
     directory, (first, second) = runs
     assert (first[kind] == second[kind]) is (kind in SILENT and "own" not in kind)
-    events = [e for e in read_events(directory / (kind or "temperature") / "events.jsonl") if e["severity"] != "info"]
+    events = read_events(directory / (kind or "temperature") / "events.jsonl")
+    notes = [event["where"] for event in events if event["kind"] == "update-mismatch"]
+    assert notes == ([CLASSIFIER] if "no optimizer" in kind else [])
+    events = [event for event in events if event["severity"] != "info"]
     told = [(event["step"], event["kind"], event["severity"], event["where"], event["ranks"]) for event in events]
     expected = [(1, "unreduced-gradient", "warning", TOLD[kind], [])] if kind in TOLD else []
     if kind == "classifier, clipped":  # by a norm of its own on each rank

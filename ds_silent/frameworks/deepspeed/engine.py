@@ -108,6 +108,8 @@ class Losses:
         self._told = False  # that a script divides it, too
         self._divides_outputs = hasattr(engine, "_backward_prologue_per_tensor")  # in hooks, see _below
         self._gave: bool | None = None  # whether the newest forward gave losses, reduced or not; None: no forward yet
+        # its last stage calls engine.backward past this instance, which divides in those hooks until 0.19.7
+        self._pipelined = is_pipeline(engine) and not hasattr(engine_module, "_ENGINE_BACKWARD_GRAPH_TRACKER")
         self.scaled = scales_loss(engine)
 
     def pipelined(self, moments: Moments, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +127,8 @@ class Losses:
 
     def begins(self, moments: Moments, root: Any) -> None:
         """Tell what a backward begins with; the engine's own have told of their loss before."""
-        if self._gave is not None and isinstance(root, Tensor) and not self._engine._running_engine_backward:
+        by_hooks = self._pipelined or not self._engine._running_engine_backward
+        if self._gave is not None and isinstance(root, Tensor) and by_hooks:
             promise = Promise("DeepSpeed's hook on what its engine returns", self._engine.gradient_accumulation_steps())
             moments.on_loss_handed(None, promise, self._below(root, True))
         moments.pre_backward(root)
