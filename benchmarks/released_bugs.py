@@ -7,11 +7,11 @@
 
 Each row names a release in which something is wrong and, where there is one, a release in which it is right. Releases
 are laid over the environment, each package in a folder of its own below build/released-bugs. Both train a few steps on
-two gloo ranks, observed and not. The number is computed by hand in released_bugs_deepspeed.py, _trainer.py and
-_rows.py: the wrong release must be wrong by it, with and without ds_silent alike, the right one right and silent. The
-exit status is 0 only then, and where each row is told as it says: by an event of that kind, at the first wrong step or
-before it; or not at all, with the reason. With ``--compare`` both are traced, too, and ``ds_silent.compare`` must name
-the link that the list names, at the step at which the number is wrong first.
+two gloo ranks, observed and not. The number is computed by hand in released_bugs_deepspeed.py, _trainer.py, _rows.py
+and _adapters.py: the wrong release must be wrong by it, with and without ds_silent alike, the right one right and
+silent. The exit status is 0 only then, and where each row is told as it says: by an event of that kind, at the first
+wrong step or before it; or not at all, with the reason. With ``--compare`` both are traced, too, and
+``ds_silent.compare`` must name the link that the list names, at the step at which the number is wrong first.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import released_bugs_adapters
 import released_bugs_deepspeed
 import released_bugs_rows
 import released_bugs_trainer
@@ -40,7 +41,7 @@ from ds_silent.comparison.releases import ImpossibleError, laid_over
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "released-bugs"
-TRAININGS = (released_bugs_deepspeed, released_bugs_trainer, released_bugs_rows)
+TRAININGS = (released_bugs_adapters, released_bugs_deepspeed, released_bugs_trainer, released_bugs_rows)
 """Their functions are in CASES once they are imported."""
 TRACES = "RELEASED_BUGS_TRACES"
 """Environment variable: the folder in which a release's traces are kept; without it nothing is traced."""

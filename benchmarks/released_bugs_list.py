@@ -241,4 +241,32 @@ TRL = (
         parts="rows",
     ),
 )
-LIST: tuple[Bug, ...] = (*DEEPSPEED, *TRAINER, *TRL)
+ADAPTERS = (
+    Bug(
+        "alpha_pattern is lost beside rank_pattern",
+        "peft pull 2195",
+        "scaled_adapters",
+        ("peft==0.13.2", *V4_47),
+        ("peft==0.14.0", *V4_47),
+        "update-mismatch",
+        parts="local",
+    ),
+    Bug(
+        "DPO that keeps the end keeps padding and cuts the text",
+        "TRL pull 3398",
+        "unattended",
+        with_trl("0.17.0"),
+        with_trl("0.18.1"),
+        "batch-suspect",
+        parts="rows",
+    ),
+    Bug(
+        "SoftmaxLoss trains a classifier of its own on each rank",
+        "in sentence-transformers 6.2.0 itself",
+        "own_classifier",
+        ("sentence-transformers==6.2.0",),
+        None,
+        "unreduced-gradient",
+    ),
+)
+LIST: tuple[Bug, ...] = (*DEEPSPEED, *TRAINER, *TRL, *ADAPTERS)

@@ -1,0 +1,114 @@
+"""released_bugs.py: peft's adapters, TRL's truncation and a loss of sentence-transformers with weights of its own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from released_bugs_base import SEED, STEPS, VOCABULARY, Found, Watch, case
+from released_bugs_trainer import arguments_of, as_launched, llama, padded, tokenizer_of, uneven_rows
+
+
+@case
+def scaled_adapters(watch: Watch) -> Found:
+    """LoRA with patterns: each adapter's factor against alpha / r of its own pattern, 64 / 8."""
+    import peft
+    import transformers
+
+    as_launched()
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"self_attn.q_proj": 64}}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **patterns)
+    model = peft.get_peft_model(llama(), config)
+    factors = {one.scaling["default"] for name, one in model.named_modules() if name.endswith("self_attn.q_proj")}
+    rows = [{**row, "input_ids": row["input_ids"][:4], "labels": row["labels"][:4]} for row in uneven_rows(96, False)]
+    collator = transformers.default_data_collator
+    arguments = arguments_of(watch.directory)
+    transformers.Trainer(
+        model, arguments, train_dataset=rows, data_collator=collator, callbacks=watch.callbacks()
+    ).train()
+    (factor,) = factors
+    return Found((abs(factor / 8 - 1),) * STEPS, f"adapters are scaled by {factor:g}, promised is 8")
+
+
+@case
+def unattended(watch: Watch) -> Found:
+    """TRL's DPO that keeps the end of long rows: the share of each step's rows of which no token is attended."""
+    import datasets
+    import trl
+
+    as_launched()
+    drawn = random.Random(SEED)
+    rows = [
+        {
+            name: " " + " ".join(f"w{drawn.randrange(3, VOCABULARY)}" for _ in range(drawn.choice(words)))
+            for name, words in (("prompt", [4]), ("chosen", [2, 3, 40]), ("rejected", [2, 3, 40]))
+        }
+        for _ in range(2 * 8 * STEPS)
+    ]
+    model, masks = llama(), []
+    model.register_forward_pre_hook(lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    lengths = {"max_length": 20, "max_prompt_length": 16, "max_completion_length": None, "truncation_mode": "keep_end"}
+    batches = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    arguments = arguments_of(watch.directory, trl.DPOConfig, **lengths, **batches)
+    trl.DPOTrainer(
+        model,
+        ref_model=llama(),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=padded(tokenizer_of()),
+        callbacks=watch.callbacks(),
+    ).train()
+    empty = [float((mask.sum(1) == 0).float().mean()) for mask in masks]
+    return Found(tuple(empty), f"{empty[0]:.0%} of the first step's rows have no token")
+
+
+@case
+def own_classifier(watch: Watch) -> Found:
+    """SoftmaxLoss of sentence-transformers: how far the ranks' classifiers are apart, against their length."""
+    import datasets
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses, models
+    from sentence_transformers.training_args import SentenceTransformerTrainingArguments
+
+    as_launched()
+    drawn, apart = random.Random(SEED), []
+    model = SentenceTransformer(modules=_encoder(watch.directory, models), device="cpu")
+    loss = losses.SoftmaxLoss(model, sentence_embedding_dimension=16, num_labels=3)
+
+    class Apart(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            weight = loss.classifier.weight.detach()
+            of_ranks = [torch.empty_like(weight) for _ in range(2)]
+            dist.all_gather(of_ranks, weight)
+            apart.append(float((of_ranks[0] - of_ranks[1]).norm() / weight.norm()))
+
+    words = [" ".join(f"w{drawn.randrange(3, VOCABULARY)}" for _ in range(6)) for _ in range(2 * 2 * 4 * STEPS)]
+    rows = {"a": words[::2], "b": words[1::2], "label": [drawn.randrange(3) for _ in words[::2]]}
+    arguments = arguments_of(watch.directory, SentenceTransformerTrainingArguments, gradient_accumulation_steps=1)
+    SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict(rows),
+        loss=loss,
+        callbacks=[*watch.callbacks(), Apart()],
+    ).train()
+    return Found(tuple(apart), f"the ranks' classifiers are {apart[0]:.3g} of their length apart")
+
+
+def _encoder(directory: Path, models: Any) -> list[Any]:
+    """A tiny BERT by way of a folder: rank 0's, as transformers writes a model on one rank alone."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    folder = str(directory.parent.parent / "0" / directory.name / "model")
+    torch.manual_seed(SEED)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes, hidden_dropout_prob=0.0)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    padded(tokenizer_of()).save_pretrained(folder)
+    dist.barrier()
+    return [models.Transformer(folder, max_seq_length=16), models.Pooling(16)]
