@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
-from ds_silent.comparison.differences import Differences, differences
+from ds_silent.comparison.differences import Array, Differences, differences
 from ds_silent.comparison.explanation import LOOKED_BEHIND, Case, Explanation, explain
 from ds_silent.comparison.judgement import ChainJudge
-from ds_silent.comparison.levels import Repetition, bounds_of
+from ds_silent.comparison.levels import FIRST_MARGIN, MARGIN, Parting, bounds_of
 from ds_silent.comparison.matching import ComparisonError
-from ds_silent.comparison.pairing import pair_steps, pair_tensors
-from ds_silent.comparison.past import Parting
+from ds_silent.comparison.pairing import Pairs, StepPairs, pair_steps, pair_tensors
 from ds_silent.comparison.result import LINKS, LinkResult, State, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
@@ -89,10 +88,7 @@ class _Comparer:
         self, traces: tuple[Trace, Trace], third: Trace | None, tolerance: float | None, names: Mapping[str, str]
     ):
         self.traces, self.third = traces, third
-        self.steps = pair_steps(*traces)
-        one, other = traces[0].at(self.steps.steps[0][0]), traces[1].at(self.steps.steps[0][1])
-        self.heads = _head(one), _head(other)
-        self.pairs = pair_tensors(*self.heads, one.weights, other.weights, names)
+        self.steps, self.heads, self.pairs = _paired(traces, names)
         self.bounds = bounds_of(*self.heads, tolerance)
         self.settings = setting_differences(*self.heads)
         self.equal_until: int | None = None
@@ -101,8 +97,8 @@ class _Comparer:
 
     def result(self) -> TrainingComparison:
         """Judge all steps, up to a few behind the one that parts."""
-        followed = None if self.third is None else _Followed(self, self.third)
-        judge = ChainJudge(self.bounds, self.pairs, None if followed is None else followed.repetition)
+        repetition = None if self.third is None else _Repetition(self, self.third)
+        judge = ChainJudge(self.bounds, self.pairs, None if repetition is None else repetition.allowed)
         if not self.pairs.tensors:  # a map of names is all that could help
             step, left_out = self.steps.steps[0][0], (*self.pairs.left_out, *self.steps.left_out)
             cause = "the models have no tensor in common; name counterparts with --map"
@@ -112,8 +108,8 @@ class _Comparer:
         different, behind, last = False, 0, self.steps.steps[0][0]
         for number, (apart, after) in enumerate(pairwise(chain(self._differences(), (None,)))):
             assert apart is not None  # the end comes last
-            if followed is not None:
-                followed.until(apart.a.step)
+            if repetition is not None:
+                repetition.until(apart.a.step)
             loaded = _loaded(before, apart)
             findings = judge.step(apart, number == 0, bool(loaded), after)
             self.compared, last, before = self.compared + 1, apart.a.step, apart
@@ -136,12 +132,9 @@ class _Comparer:
         return Case(finding, apart, *held, loaded, number == 0, number <= 1, later)
 
     def _differences(self) -> Iterator[Differences]:
-        a, b = self.traces
-        following = [*self.steps.steps[1:], None]
-        one, other = (trace.at(step) for trace, step in zip(self.traces, self.steps.steps[0], strict=True))
-        begin = one, other
-        for after in following:
-            next_a, next_b = (None, None) if after is None else (a.at(after[0]), b.at(after[1]))
+        begin = one, other = _read(self.traces, self.steps.steps[0])
+        for after in (*self.steps.steps[1:], None):
+            next_a, next_b = (None, None) if after is None else _read(self.traces, after)
             if next_a is not None and next_b is not None and not (_like(next_a, begin[0]) and _like(next_b, begin[1])):
                 self._ended = f"step {next_a.step} and later ones: one of the two went on with other parameters"
                 next_a = next_b = None
@@ -194,39 +187,62 @@ class _Comparer:
             yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
 
 
-class _Followed:
-    """How far a repetition of A is from A, up to the step that is judged."""
+class _Repetition:
+    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
 
     def __init__(self, comparer: _Comparer, third: Trace):
-        traces = comparer.traces[0], third
-        steps = pair_steps(*traces)
-        one, other = traces[0].at(steps.steps[0][0]), traces[1].at(steps.steps[0][1])
-        self.pairs = pair_tensors(_head(one), _head(other), one.weights, other.weights, {})
-        self.repetition = Repetition(comparer.bounds)
-        self._todo, self._traces, self._factor = list(steps.steps), traces, comparer.bounds.factor
-        layers = {one.a: place for place, one in enumerate(self.pairs.layers)}
-        tensors = {one.name: place for place, one in enumerate(self.pairs.tensors)}
-        own = comparer.pairs
-        self._layers = [layers.get(one.a, -1) for one in own.layers]
-        self._tensors = [tensors.get(one.name, -1) for one in own.tensors]
+        self._traces, self._bounds = (comparer.traces[0], third), comparer.bounds
+        steps, _, self._pairs = _paired(self._traces, {})
+        self._todo = list(steps.steps)
+        layers = {one.a: place for place, one in enumerate(self._pairs.layers)}
+        tensors = {one.name: place for place, one in enumerate(self._pairs.tensors)}
+        self._layers = [layers.get(one.a, -1) for one in comparer.pairs.layers]
+        self._tensors = [tensors.get(one.name, -1) for one in comparer.pairs.tensors]
+        self._high: dict[str, Array] = {}  # by link, the largest so far
+        self._start: dict[str, float] = {}  # by link, the first median that is not 0
 
     def until(self, step: int) -> None:
         """Take in the repetition's steps up to this one."""
-        a, b = self._traces
         while self._todo and self._todo[0][0] <= step:
-            here, there = self._todo.pop(0)
-            one, other = a.at(here), b.at(there)
-            next_a, next_b = (a.at(self._todo[0][0]), b.at(self._todo[0][1])) if self._todo else (None, None)
-            apart = differences(self.pairs, (one, other), one, other, next_a, next_b, self._factor)
+            begin = one, other = _read(self._traces, self._todo.pop(0))
+            next_a, next_b = _read(self._traces, self._todo[0]) if self._todo else (None, None)
+            apart = differences(self._pairs, begin, one, other, next_a, next_b, self._bounds.factor)
             if apart.loss is not None:
-                self.repetition.learn("loss", np.array([apart.loss]))
+                self._learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
                 if gradient is not None:
                     values = np.append(gradient.relative, np.median(gradient.relative))
-                    self.repetition.learn(link, values[self._layers])
+                    self._learn(link, values[self._layers])
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
-                self.repetition.learn("update", np.append(moved, np.median(moved))[self._tensors])
+                self._learn("update", np.append(moved, np.median(moved))[self._tensors])
+
+    def _learn(self, link: str, values: Array) -> None:
+        values = np.where(np.isfinite(values), values, 0.0)
+        self._high[link] = np.maximum(self._high.get(link, np.zeros_like(values)), values)
+        if (median := float(np.median(values))) > 0.0:
+            self._start.setdefault(link, median)
+
+    def allowed(self, link: str, by_growth: Array) -> Array:
+        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
+        if link not in self._start:
+            return by_growth
+        bound = {"loss": self._bounds.loss, "update": self._bounds.update}.get(link, self._bounds.gradient)
+        median = float(np.median(self._high[link]))
+        grown = median / self._start[link]
+        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * np.maximum(self._high[link], median))
+
+
+def _paired(traces: tuple[Trace, Trace], names: Mapping[str, str]) -> tuple[StepPairs, tuple[Head, Head], Pairs]:
+    """Pair the steps, and the tensors as the first of them has them."""
+    steps = pair_steps(*traces)
+    one, other = _read(traces, steps.steps[0])
+    heads = _head(one), _head(other)
+    return steps, heads, pair_tensors(*heads, one.weights, other.weights, names)
+
+
+def _read(traces: tuple[Trace, Trace], steps: tuple[int, int]) -> tuple[Step, Step]:
+    return traces[0].at(steps[0]), traces[1].at(steps[1])
 
 
 def _loaded(before: Differences | None, apart: Differences) -> str:

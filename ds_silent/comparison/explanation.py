@@ -26,10 +26,9 @@ from ds_silent.comparison.factors import (
     shared_factor,
     times,
 )
-from ds_silent.comparison.levels import Bounds
+from ds_silent.comparison.levels import Bounds, Parting
 from ds_silent.comparison.matching import coarse
 from ds_silent.comparison.pairing import Pairs
-from ds_silent.comparison.past import Parting
 from ds_silent.trace import Head, Rows, Trace
 
 Said = tuple[str, float | None, str]

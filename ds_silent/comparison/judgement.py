@@ -15,15 +15,27 @@ then is small, no multiple, and gone at the next step; such a step is named, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
-from ds_silent.comparison.levels import EARLY_STEPS, FIRST_MARGIN, FOLLOWS, HALF, LARGE, SATURATED, Bounds, Repetition
+from ds_silent.comparison.levels import (
+    EARLY_STEPS,
+    FIRST_MARGIN,
+    FOLLOWS,
+    HALF,
+    LARGE,
+    SATURATED,
+    Bounds,
+    Parting,
+    Past,
+    largest,
+    noise,
+)
 from ds_silent.comparison.pairing import Pairs
-from ds_silent.comparison.past import Parting, Past, largest, noise
 
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12
@@ -55,8 +67,10 @@ class ChainJudge:
         tipped: steps at which a small difference came, and was gone at the next.
     """
 
-    def __init__(self, bounds: Bounds, pairs: Pairs, repetition: Repetition | None = None):
-        self.bounds, self.pairs, self.repetition = bounds, pairs, repetition
+    def __init__(self, bounds: Bounds, pairs: Pairs, allowed: Callable[[str, Array], Array] | None = None):
+        """``allowed``: returns what a repetition lets a link differ by, from what growth allows."""
+        self.bounds, self.pairs = bounds, pairs
+        self._allowed = allowed or (lambda link, by_growth: by_growth)
         self.past = Past(bounds, pairs)
         self.summaries: dict[str, Summary] = {}
         self.blind: int | None = None
@@ -224,9 +238,6 @@ class ChainJudge:
             return None
         self._found = True
         return Parting("update", tuple(map(int, places)), float(values[places].max()), LARGE, "way")
-
-    def _allowed(self, link: str, by_growth: Array) -> Array:
-        return by_growth if self.repetition is None else self.repetition.allowed(link, by_growth)
 
     def _finding(self, link: str, values: Array, allowed: Array, everywhere: bool = False) -> Parting | None:
         allowed = np.broadcast_to(allowed, values.shape)

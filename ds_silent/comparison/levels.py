@@ -1,8 +1,9 @@
 """How far two trainings may be apart: the bound of rounding, what it grows to, and what leans within it.
 
-    level = Level(bounds.gradient, layers)
-    level.allowed()                          # (layers,) relative differences that this step may have
-    level.learn(values)                      # of a step that was found to be rounding
+    past = Past(bounds, pairs)
+    past.levels["local"].allowed()               # (layers,) relative differences that this step may have
+    past.learn(apart)                            # of a step that was found to be rounding
+    past.bias()                                  # what leans to one side over all steps, though within the bound
 
 **What is allowed.** At the first step both trainings have the same weights, and what differs is rounding: a multiple of
 the coarser unit roundoff, which the head of each trace states. An update carries it into the weights, and the trainings
@@ -18,12 +19,15 @@ comes at once, and both halves of the steps behind it lean alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ds_silent.comparison.differences import Array, unit_roundoff
+from ds_silent.comparison.differences import Apart, Array, Differences, unit_roundoff
+from ds_silent.comparison.pairing import Pairs
 from ds_silent.trace import Head
 
 EARLY_STEPS = 3
@@ -36,6 +40,9 @@ BEFORE = 6  # steps ahead of it, which do not lean
 ONE_SIDE = 0.98  # of the steps; trainings in bf16 with another number of ranks: up to 0.8
 HALF = 1e-4  # a unit roundoff above it is that of 16 bits
 FACTOR_BOUND = 1e-4  # of a clip factor
+MOST_GROWTH = 100.0
+DIVERGED = 10.0  # a loss and a norm over those of the first step
+SAME_DIRECTION = 0.95  # cosine, of a gradient that is small and yet no rounding of zero
 
 
 @dataclass(frozen=True)
@@ -84,22 +91,21 @@ class Growth:
     """How much further apart two trainings may be at one step than at all before it.
 
     Attributes:
-        least, most: of what is allowed.
+        least: of what is allowed; :data:`MOST_GROWTH` is the most.
         early: while little growth has been seen.
         margin: over the largest growth of one step that has been seen.
     """
 
     least: float
-    most: float
     early: float
     margin: float
 
 
-CHAOS = Growth(least=8.0, most=100.0, early=100.0, margin=5.0)
+CHAOS = Growth(least=8.0, early=100.0, margin=5.0)
 """Of rounding in fp32, which is far below what moves a training, so that it may grow for long."""
-NOISE = Growth(least=7.5, most=100.0, early=20.0, margin=4.0)
+NOISE = Growth(least=7.5, early=20.0, margin=4.0)
 """Of rounding in 16 bits, which is as large at each step, whatever the ones before have left."""
-FOLLOWS = Growth(least=8.0, most=100.0, early=8.0, margin=5.0)
+FOLLOWS = Growth(least=8.0, early=8.0, margin=5.0)
 """Of an update, which grows as its gradient does."""
 
 
@@ -131,7 +137,7 @@ class Level:
         if not self.steps:
             return np.maximum(FIRST_MARGIN * np.maximum(self.bound, coupled), at_least) * np.ones_like(self.high)
         level, allows = np.maximum(self._known(), coupled), self._allows
-        grown = min(allows.most, max(allows.least, allows.margin * self.growth))
+        grown = min(MOST_GROWTH, max(allows.least, allows.margin * self.growth))
         factor = allows.early if self.steps < EARLY_STEPS else grown
         most = np.maximum(LARGE * self.growth, 3.0 * level)
         return np.minimum(np.maximum(factor * level, at_least), most)
@@ -179,15 +185,12 @@ class LeanTest:
             deviation = float(tail.std(ddof=1))
             halves = tail[:half].mean(), tail[half:].mean()
             one_side = float((np.sign(tail) == np.sign(mean)).mean())
-            steady = max(abs(halves[0] - halves[1]), abs(_mean(table[max(0, begin - BEFORE) : begin, which])))
+            ahead = table[max(0, begin - BEFORE) : begin, which]
+            steady = max(abs(halves[0] - halves[1]), abs(ahead.mean()) if begin else 0.0)
             leans = abs(mean) > max(least, LEANING * deviation) and one_side >= ONE_SIDE
             if leans and steady < STEADY * abs(mean) and (found is None or abs(mean) > abs(found[1])):
                 found = int(which), mean, self._steps[begin]
         return found
-
-
-def _mean(values: Array) -> float:
-    return float(values.mean()) if len(values) else 0.0
 
 
 def _begin(values: Array) -> int:
@@ -201,25 +204,126 @@ def _begin(values: Array) -> int:
     return int(np.argmax(t[: max(1, count - LEAST_STEPS + 1)]))
 
 
-@dataclass
-class Repetition:
-    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
+# -- what the steps that agree have shown ------------------------------------------------------------------------------
 
-    bounds: Bounds
-    high: dict[str, Array] = field(default_factory=dict)
-    start: dict[str, float] = field(default_factory=dict)
 
-    def learn(self, link: str, values: Array) -> None:
-        values = np.where(np.isfinite(values), values, 0.0)
-        self.high[link] = np.maximum(self.high.get(link, np.zeros_like(values)), values)
-        if (median := float(np.median(values))) > 0.0:
-            self.start.setdefault(link, median)
+@dataclass(frozen=True)
+class Parting:
+    """A link that parts at a step.
 
-    def allowed(self, link: str, by_growth: Array) -> Array:
-        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
-        if link not in self.start:
-            return by_growth
-        bound = {"loss": self.bounds.loss, "update": self.bounds.update}.get(link, self.bounds.gradient)
-        high = np.maximum(self.high[link], np.median(self.high[link]))
-        grown = float(np.median(self.high[link])) / self.start[link]
-        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * high)
+    Attributes:
+        places: of the layers (of the tensors where the link is weights or update) that part, in no order.
+        size, allowed: of the one that exceeds most, relative.
+        kind: "" for more than is allowed, "bias" for a lean within it, "own" where one training's own reduction or
+            applied gradient is wrong.
+        culprit: A or B, where one is known to be wrong by itself.
+    """
+
+    link: str
+    places: tuple[int, ...]
+    size: float
+    allowed: float
+    kind: str = ""
+    culprit: str = ""
+    factor: float | None = None
+    step: int | None = None  # of A, for a bias: where it begins
+
+
+class Past:
+    """What the steps that agree have shown: how far rounding goes, and what leans.
+
+    Attributes:
+        levels: by link.
+        unstable: tensors whose update is nothing but rounding.
+        weights: how far each tensor's are apart, at the last step.
+        own: the largest distance of a training's reduced gradient from its own local ones.
+        error: the largest share of an applied gradient that is no multiple of the reduced one.
+    """
+
+    def __init__(self, bounds: Bounds, pairs: Pairs):
+        layers, tensors = len(pairs.layers), len(pairs.tensors)
+        growth = NOISE if bounds.precision > HALF else CHAOS
+        self._bounds = bounds
+        self.levels = {
+            "loss": Level(bounds.loss, 1),
+            "local": Level(bounds.gradient, layers, growth, bounds.settled),
+            "reduced": Level(bounds.gradient, layers, growth, bounds.settled),
+            "update": Level(bounds.update, tensors, FOLLOWS),
+        }
+        self.unstable: set[int] = set()
+        self.weights = np.zeros(tensors)
+        self.own = self.error = 0.0
+        self._start: tuple[float, float] | None = None  # loss and norm of the first step
+        self._tests = {name: LeanTest() for name in ("loss", "local", "reduced")}
+
+    @property
+    def saturated(self) -> bool:
+        """Whether gradients tell nothing any more."""
+        return self.levels["local"].saturated or self.levels["reduced"].saturated
+
+    def diverges(self, apart: Differences) -> bool:
+        """Whether both trainings are lost: a loss that explodes lets any difference explode with it."""
+        steps = (apart.a, apart.b)
+        norms = [0.0 if one.local is None else one.local.norm for one in steps]
+        sizes = min(abs(one.loss or 0.0) for one in steps), min(norms)
+        if not all(map(math.isfinite, sizes)):
+            return True
+        self._start = self._start or sizes
+        return all(size > DIVERGED * start > 0.0 for size, start in zip(sizes, self._start, strict=True))
+
+    def bias(self) -> Parting | None:
+        """Return what leans to one side over all steps that agree, the first link of the chain."""
+        u = self._bounds.precision
+        least = max(0.25 * u if u > HALF else 8.0 * u, self._bounds.tolerance)
+        for link, test in self._tests.items():
+            if not self.levels[link].saturated and (leaning := test.leaning(least)) is not None:
+                which, mean, step = leaning
+                places = () if link == "loss" else (which,)
+                return Parting(link, places, abs(mean), least, "bias", factor=math.exp(mean), step=step)
+        return None
+
+    def learn(self, apart: Differences) -> None:
+        """Take in a step that agrees."""
+        if apart.loss is not None:
+            self.levels["loss"].learn(np.array([apart.loss]))
+            self._lean("loss", apart.a.step, np.array([_log(apart.b.loss, apart.a.loss)]))
+        for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
+            if gradient is not None:
+                rounded = noise(gradient, self._bounds)
+                self.levels[link].learn(np.where(rounded, 0.0, gradient.relative))
+                with np.errstate(all="ignore"):
+                    self._lean(link, apart.a.step, np.where(rounded, 0.0, np.log(gradient.ratio)))
+        if apart.weights is not None:
+            self.weights = np.nan_to_num(apart.weights)
+        if apart.wrong is not None:
+            self.own = max(self.own, largest(apart.wrong[0]), largest(apart.wrong[1]))
+        if apart.error is not None:
+            self.error = max(self.error, *(one for one in apart.error if math.isfinite(one)), 0.0)
+        if apart.update is not None:
+            values = apart.update.relative.copy()
+            values[list(self.unstable)] = 0.0
+            self.levels["update"].learn(values)
+
+    def _lean(self, link: str, step: int, values: Array) -> None:
+        if not self.levels[link].saturated:
+            self._tests[link].add(step, values)
+
+
+def noise(gradient: Apart, bounds: Bounds) -> npt.NDArray[np.bool_]:
+    """Layers whose gradient is nothing but the rounding of zero, as that of a key's bias is."""
+    with np.errstate(all="ignore"):
+        small = gradient.share * np.fmax(1.0, gradient.ratio) <= 0.25 * bounds.gradient
+        same = gradient.cosine > SAME_DIRECTION if bounds.precision > HALF else False  # 16 bits leave larger noise
+        return np.asarray(small & ~np.asarray(same))
+
+
+def largest(values: Array) -> float:
+    """The largest finite one; 0 of none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.max(initial=0.0))
+
+
+def _log(one: float | None, other: float | None) -> float:
+    if one is None or other is None or not (one > 0.0 and other > 0.0):
+        return 0.0
+    return math.log(one / other)

@@ -83,10 +83,6 @@ def pair_tensors(a: Head, b: Head, first_a: Floats | None, first_b: Floats | Non
     """
     here, there = Side(a, first_a), Side(b, first_b)
     found = {(i, j): (how, own, other) for how, i, j, own, other in matched(here, there, names)}
-    return _pairs(here, there, found)
-
-
-def _pairs(here: Side, there: Side, found: dict[tuple[int, int], tuple[str, Places, Places]]) -> Pairs:
     lonely = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
     left_out = list(lonely)
     sums = {*untied(here), *(-1 - j for j in untied(there))}

@@ -90,17 +90,14 @@ class TrainingComparison:
         object.__setattr__(self, "sentence", one_line(self._parted() if self.parted else self._together()))
 
     def _parted(self) -> str:
-        where = f", in {self._where()}," if self.layers else ""
+        more = f" and {len(self.layers) - 1} more" if len(self.layers) > 1 else ""
+        where = f", in layer {self.layer}{more}," if self.layers else ""
         step = f"step {self.step}"
         if self.step_of_b is not None and self.step_of_b != self.step:
             step += f" ({self.step_of_b} of B)"
         if self.link == "settings":
             return f"The trainings part before {step}, in the settings: {self.cause}."
         return f"The trainings part at {step}{where} at the {PHRASES[self.link or 'rows']}: {self.cause}."
-
-    def _where(self) -> str:
-        more = len(self.layers) - 1
-        return f"layer {self.layer}" + (f" and {more} more" if more else "")
 
     def _together(self) -> str:
         left_out = f"; left out: {', '.join(self.beyond)}" if self.beyond else ""
