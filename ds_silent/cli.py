@@ -204,9 +204,9 @@ def numerics(
 
     Exit status: 0 rounding stays below the bound, 1 not so, 2 a mistake in what was typed.
     """
-    from ds_silent.numerics.orders import DTYPES
     from ds_silent.numerics.program import Options
     from ds_silent.numerics.report import numerics_command
+    from ds_silent.numerics.rounding import DTYPES
 
     sizes, dtypes = tuple(world_size or ()), tuple(dict.fromkeys(dtype or DTYPES))
     options = Options(gradients, sizes, dtypes, steps, rounds, processes, elements, loss_scale, seed)

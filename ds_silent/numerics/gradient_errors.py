@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ds_silent.config import ConfigError
-from ds_silent.numerics.orders import reference_mean
+from ds_silent.numerics.rounding import reference_mean
 from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows
 
 ROWS = 8  # per micro-batch

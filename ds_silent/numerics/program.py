@@ -18,8 +18,7 @@ import torch
 
 from ds_silent.config import ConfigError
 from ds_silent.numerics.gradient_errors import Gradients, practice_gradients, read_gradients
-from ds_silent.numerics.orders import DTYPES, settled_loss_scale, spread
-from ds_silent.numerics.rounding import Rounding, measure_rounding
+from ds_silent.numerics.rounding import DTYPES, Rounding, measure_rounding, settled_loss_scale, spread
 from ds_silent.numerics.weights import Distance, measure_weights
 from ds_silent.numerics.wire import Job, RealReduction, Timing, reduce_for_real
 from ds_silent.practice.model import PracticeModel, warm_up
@@ -122,14 +121,13 @@ def _for_real(
     scale = options.loss_scale or settled_loss_scale(spread(micro_batches, world_sizes[-1]))
     elements = options.elements or micro_batches.shape[1]
     job = Job(tuple(map(str, gradients.files)), options.dtypes, scale, elements, options.rounds, folder)
-    found: list[RealReduction | Timing] = []
+    reductions, timings = list[RealReduction](), list[Timing]()
     for world_size in world_sizes:
-        found.extend(reduce_for_real(job, micro_batches, world_size))
+        reduced, timed = reduce_for_real(job, micro_batches, world_size)
+        reductions += reduced
+        timings += timed
         told(f"all-reduces of {world_size} processes")
-    return (
-        tuple(row for row in found if isinstance(row, RealReduction)),
-        tuple(row for row in found if isinstance(row, Timing)),
-    )
+    return tuple(reductions), tuple(timings)
 
 
 def _world_sizes(options: Options, given: Gradients | None) -> tuple[int, ...]:

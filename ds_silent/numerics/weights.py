@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from ds_silent.numerics.gradient_errors import ROWS, gradient_of, micro_batch, trainable
-from ds_silent.numerics.orders import DTYPES, ORDERS, reference_mean, settled_loss_scale, terms_of_mean
+from ds_silent.numerics.rounding import DTYPES, ORDERS, reference_mean, settled_loss_scale, terms_of_mean
 from ds_silent.practice.model import PracticeModel, make_rows
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -1,7 +1,6 @@
 """The real thing: all-reduces of N gloo processes on this machine, their bits and their time.
 
-    for found in reduce_for_real(job, micro_batches, world_size=4):
-        ...                                    # a RealReduction for each dtype, then a Timing for each
+    reductions, timings = reduce_for_real(job, micro_batches, world_size=4)     # for each dtype
 
 The processes read their own gradients from the files, so nothing of the size of the model is sent to them.
 """
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ds_silent.exchange.collectives import same_on_all
 from ds_silent.numerics.gradient_errors import read_flat
-from ds_silent.numerics.orders import DTYPES, ORDERS, changed_bits, spread, term_of_mean, terms_of_mean
+from ds_silent.numerics.rounding import DTYPES, ORDERS, changed_bits, spread, term_of_mean, terms_of_mean
 from ds_silent.practice.ranks import on_ranks
 
 WARM_UP = 3  # all-reduces of each dtype that are not timed
@@ -68,21 +67,22 @@ class Timing:
     fp32_ratio: tuple[float, float, float]  # fp32's time over this one's: quartiles over the rounds
 
 
-def reduce_for_real(job: Job, micro_batches: Tensor, world_size: int) -> Iterator[RealReduction | Timing]:
+def reduce_for_real(job: Job, micro_batches: Tensor, world_size: int) -> tuple[list[RealReduction], list[Timing]]:
     """Starts ``world_size`` processes; the results are compared with the simulated orders here.
 
     Raises:
         RankBroke: a process did not end well.
     """
-    gradients = spread(micro_batches, world_size)
+    gradients, reductions, timings = spread(micro_batches, world_size), list[RealReduction](), list[Timing]()
     for kind, name, found in on_ranks(_work, (job,), world_size):
         if kind == "reduced":
             result = load_file(_result(job, name))["sum"]
             terms = terms_of_mean(gradients, DTYPES[name], job.loss_scale if name == "fp16" else 1.0)
             equal = {order: 1.0 - changed_bits(result, add(terms)) for order, add in ORDERS.items()}
-            yield RealReduction(world_size, name, found, equal)
+            reductions.append(RealReduction(world_size, name, found, equal))
         else:
-            yield from timings_of(found, world_size, job.elements)
+            timings += timings_of(found, world_size, job.elements)
+    return reductions, timings
 
 
 def timings_of(seconds: Mapping[str, list[float]], world_size: int, elements: int) -> Iterator[Timing]:

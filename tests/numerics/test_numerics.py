@@ -26,18 +26,20 @@ from ds_silent.numerics.gradient_errors import (
     read_gradients,
     trainable,
 )
-from ds_silent.numerics.orders import (
+from ds_silent.numerics.program import Options, measure, to_json
+from ds_silent.numerics.report import bits_sentence, cost_sentence, error_sentence, percent, real_sentence, share
+from ds_silent.numerics.rounding import (
     DTYPES,
     ORDERS,
+    Rounding,
+    arithmetic_of_mean,
     changed_bits,
+    measure_rounding,
     reference_mean,
     relative_error,
     spread,
     terms_of_mean,
 )
-from ds_silent.numerics.program import Options, measure, to_json
-from ds_silent.numerics.report import bits_sentence, cost_sentence, error_sentence, percent, real_sentence, share
-from ds_silent.numerics.rounding import Rounding, arithmetic_of_mean, measure_rounding
 from ds_silent.numerics.weights import OPTIMIZERS, measure_weights, reducer, train
 from ds_silent.numerics.wire import AGAIN, RealReduction, timings_of
 from ds_silent.practice.model import PracticeModel, make_rows

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_silent.numerics.orders import (
+from ds_silent.numerics.rounding import (
     DTYPES,
     ORDERS,
     changed_bits,
