@@ -26,7 +26,6 @@ from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelT
 from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
 from ds_silent.detectors.duplicate_data import SameGradients
 from ds_silent.detectors.finding import Detector, Finding
-from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.jump import JumpTest
 from ds_silent.detectors.label_rules import LabelRulesTest
 from ds_silent.detectors.label_weights import LabelWeightsTest
@@ -37,7 +36,7 @@ from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
 from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest, WholeDataTest
-from ds_silent.detectors.script_hook_factors import ScriptHookFactors
+from ds_silent.detectors.script_changes import HandedOnTest, ScriptHookFactors
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord
 from ds_silent.text import TORCH, Words

@@ -162,10 +162,11 @@ class AtOnce:
         if excess > APART:
             run = (run or _Run(rank, step)).longer(gap, excess, float(logs[0]))
         self._runs[index] = run
-        spread = self._spread_of(index, logs)
+        shape, scale = self._spread_of(index, logs)
         length = 1 if run is None else len(run.gaps)
         threshold = self._thresholds[index] + math.log(2.0 if length == 1 else 2.0 * (LASTS - 1))
-        score = _score(excess if run is None else run.excess, *spread)
+        excess = max(excess if run is None else run.excess, 0.0)
+        score = shape * math.log1p(excess / (shape * scale)) if shape > 0.0 else 0.0
         self.scores += (Score("at-once", score, threshold, rank, quantity if sign > 0 else f"{quantity}, below"),)
         if score >= threshold and length >= least:
             self._runs[index] = None  # never learnt from
@@ -211,8 +212,3 @@ class AtOnce:
         self._signed = bool(state["signed"])
         for index, run in enumerate(state["runs"]):
             self._runs[index] = None if run is None else _Run(**{**run, "gaps": tuple(run["gaps"])})
-
-
-def _score(excess: float, shape: float, scale: float) -> float:
-    """Return minus the log of the odds of an excess."""
-    return shape * math.log1p(max(excess, 0.0) / (shape * scale)) if shape > 0.0 else 0.0

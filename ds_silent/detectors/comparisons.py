@@ -47,6 +47,7 @@ from ds_silent.detectors.sequential import (
     SequentialTest,
     clip,
     median,
+    only,
     others,
 )
 
@@ -188,7 +189,7 @@ class AgainstOthers(_Comparison):
 
     def forget_sizes(self, rank: int) -> None:
         """Start again with the sizes of one rank's deviations."""
-        self._test.forget_evidence(np.arange(self._test.ranks) == rank, LOSS_SIZE)
+        self._test.forget_evidence(only(rank, self._test.ranks), LOSS_SIZE)
 
     def strongest(self, rank: int) -> Strongest:
         """Return what speaks loudest against a rank. A large shift has a large size as well, and counts as a shift."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,7 @@ class Weigher:
         else:
             seen = recent.symptoms(rank, others, since, own_past)
             sudden &= not (own_past and is_gradual(*recent.around(rank, others, since, flag.where)))
-        context = self._context(rank, others, since, comparable, random, own_past, sudden)
+        context = replace(self._context(rank, others, since, comparable, random, own_past), sudden=sudden)
         effect = effect_of(seen, flag.where, self._sizes, context)
         flag.severity, flag.effect = flag.severity or effect.severity, effect.size
         flag.slight, flag.unsure = effect.slight, effect.unsure
@@ -224,7 +224,8 @@ class Weigher:
     ) -> None:
         """Make a fault of a note that has become one."""
         seen = self.recent.symptoms(rank, others, since)
-        effect = effect_of(seen, flag.where, self._sizes, self._context(rank, others, since, comparable, random))
+        context = self._context(rank, others, since, comparable, random, own_past=False)
+        effect = effect_of(seen, flag.where, self._sizes, context)
         flag.slight = effect.slight
         if effect.severity != "info":
             flag.severity, flag.effect = effect.severity, effect.size
@@ -245,14 +246,7 @@ class Weigher:
         flag.look_at = look_at.replace("this rank", whose)
 
     def _context(
-        self,
-        rank: int,
-        others: Sequence[int],
-        since: int,
-        comparable: Flags,
-        random: bool,
-        own_past: bool = False,
-        sudden: bool = True,
+        self, rank: int, others: Sequence[int], since: int, comparable: Flags, random: bool, own_past: bool
     ) -> EffectContext:
         recent, others = self.recent, [one for one in np.flatnonzero(comparable).tolist() if one != rank] or others
         highest = self._highest[0, list(others)].max(initial=-np.inf)
@@ -269,7 +263,7 @@ class Weigher:
             theirs = first[list(others)]
             unlike = float(first[rank] - theirs.max() - UNLIKE * np.ptp(theirs))
         first_loss = unlike if math.isfinite(unlike) else None
-        return EffectContext(random, own_past, above, first_loss, inputs_beyond, sudden, norm_beyond)
+        return EffectContext(random, own_past, above, first_loss, inputs_beyond, norm_beyond=norm_beyond)
 
     def state_dict(self) -> dict[str, Any]:
         highest = {"highest": listed(self._highest), "looked": self._looked}

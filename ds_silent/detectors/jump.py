@@ -203,19 +203,17 @@ def _log_gains(count: int) -> Array:
     return np.asarray(exponents - np.log(np.exp(exponents).mean(axis=1, keepdims=True)))
 
 
-def _order(positions: list[int]) -> Array:
-    """(n,) rank of each value among all n, from 0, of the positions at which each was put among those up to it."""
+def _trend(positions: list[int]) -> float:
+    """|rank correlation| with time: a function of the ranks alone, of which the next one is independent.
+
+    ``positions``: of each value among those up to it.
+    """
     order: list[int] = []
     for index, position in enumerate(positions):
         order.insert(position, index)
-    ranks = np.empty(len(order), dtype=np.float64)
-    ranks[order] = np.arange(len(order))
-    return ranks
-
-
-def _trend(positions: list[int]) -> float:
-    """|rank correlation| with time: a function of the ranks alone, of which the next one is independent."""
-    ranks, time = _order(positions), np.arange(len(positions), dtype=np.float64)
+    time = np.arange(len(order), dtype=np.float64)
+    ranks = np.empty_like(time)
+    ranks[order] = time
     ranks, time = ranks - ranks.mean(), time - time.mean()
     return abs(float(ranks @ time) / float(time @ time)) if len(time) > 1 else 0.0
 

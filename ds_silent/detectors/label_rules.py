@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.distributed.parts import ranks_of
@@ -27,7 +26,11 @@ from ds_silent.records import StepRecord
 STEPS = 8
 SAME = 1e-5  # relative: fp32 rounds what divides by a count
 OTHER = 0.02  # relative: bf16 rounds a weight to 2^-8
-_OWN, _SHARED, _FIXED = range(3)
+_RULES = (
+    "all of a step weigh {:.4g} together, however many they are (a mean of its own)",
+    "each weighs {:.4g} divided by the labels of all ranks",
+    "each weighs {:.4g}, however many they are",
+)
 _REMEDY = (
     "Normalise the loss on every rank alike: look for a count of labels that is summed over the ranks on some of them "
     "only, or for a branch on the rank."
@@ -45,9 +48,9 @@ class LabelRulesTest(Detector):
         self._start(0)
 
     def _start(self, ranks: int) -> None:
-        self._number = np.zeros((3, ranks))
-        self._stayed = np.zeros((3, ranks))  # steps in a row with this number
-        self._broken = np.full((3, ranks), float(STEPS))  # steps since it was another one
+        self._number = np.zeros((len(_RULES), ranks))
+        self._stayed = np.zeros((len(_RULES), ranks))  # steps in a row with this number
+        self._broken = np.full((len(_RULES), ranks), float(STEPS))  # steps since it was another one
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         weights, ranks = evidence.label_weights, record.world_size
@@ -62,7 +65,9 @@ class LabelRulesTest(Detector):
         return [] if self._open is None else [self._open]
 
     def _follow(self, weights: LabelWeights) -> None:
-        low, high = _numbers(weights)
+        smallest, largest, everybody = weights.smallest, weights.largest, float(weights.labels)
+        low = np.stack([weights.totals, smallest * everybody, smallest])
+        high = np.stack([weights.totals, largest * everybody, largest])
         with np.errstate(invalid="ignore"):  # of an infinite loss
             off = np.maximum(np.abs(low - self._number), np.abs(high - self._number))
         same = off <= SAME * self._number
@@ -83,7 +88,9 @@ class LabelRulesTest(Detector):
         groups = {rule: usual.tolist()}
         for rank in odd.tolist():
             groups.setdefault(int(follows[:, rank].argmax()), []).append(rank)
-        each = "; ".join(_said(one, tuple(those), self._number[one, those[0]]) for one, those in groups.items())
+        each = "; ".join(
+            f"on {ranks_of(those)} {_RULES[one].format(self._number[one, those[0]])}" for one, those in groups.items()
+        )
         first, other = int(odd[0]), int(usual[0])
         times = float(weights.largest[first] / weights.largest[other])
         message = (
@@ -96,19 +103,3 @@ class LabelRulesTest(Detector):
             key, "objective-mismatch", "error", named, "loss", None, None, message, _REMEDY, since, effect=times
         )
         return self._open if self._open is not None and self._open.key == key else found
-
-
-def _numbers(weights: LabelWeights) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the least and the largest of what stays by each rule, (3, N)."""
-    smallest, largest, everybody = weights.smallest, weights.largest, float(weights.labels)
-    low = np.stack([weights.totals, smallest * everybody, smallest])
-    return low, np.stack([weights.totals, largest * everybody, largest])
-
-
-def _said(rule: int, ranks: tuple[int, ...], number: float) -> str:
-    whose = f"on {ranks_of(ranks)}"
-    if rule == _OWN:
-        return f"{whose} all of a step weigh {number:.4g} together, however many they are (a mean of its own)"
-    if rule == _SHARED:
-        return f"{whose} each weighs {number:.4g} divided by the labels of all ranks"
-    return f"{whose} each weighs {number:.4g}, however many they are"

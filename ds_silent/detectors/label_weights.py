@@ -121,7 +121,9 @@ class LabelWeightsTest(Detector):
                 )
                 remedy = "Divide the sum over the labels by num_items_in_batch, and by no count of a micro-batch's own."
                 return _finding("spread", message, remedy, spread, record.step)
-        self._note(record, total, None if _is_made_good(evidence, total) else multiple, weights, count)
+        handed_on = None if evidence.reduction is None else evidence.reduction.handed_on
+        made_good = handed_on is not None and handed_on.makes_mean(total)
+        self._note(record, total, None if made_good else multiple, weights)
         return None
 
     def _note_beside(self, record: StepRecord, count: int) -> None:
@@ -139,10 +141,9 @@ class LabelWeightsTest(Detector):
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=float(count))
         self.notes = (*self.notes, event)
 
-    def _note(
-        self, record: StepRecord, total: float, multiple: Multiple | None, weights: LabelWeights, count: int
-    ) -> None:
+    def _note(self, record: StepRecord, total: float, multiple: Multiple | None, weights: LabelWeights) -> None:
         """Note another multiple of the mean, which nobody has promised not to be."""
+        count = max(weights.backwards)
         if multiple is None or not _is_evident(multiple, weights, count, record.world_size):
             self._steps = 0
             return
@@ -279,12 +280,6 @@ def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: in
     if multiple.micro_batches < 0:
         return _near(times, 1.0) and divided >= 2
     return _near(times, 1.0) and any(_near(divisor, float(ranks)) for divisor in constants.divisors)
-
-
-def _is_made_good(evidence: Evidence, total: float) -> bool:
-    """Tell whether the script makes the mean of it behind the reduction, by the gradients themselves."""
-    handed_on = None if evidence.reduction is None else evidence.reduction.handed_on
-    return handed_on is not None and handed_on.makes_mean(total)
 
 
 def _each_its_own(weights: LabelWeights) -> bool:

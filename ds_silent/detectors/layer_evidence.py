@@ -31,14 +31,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ds_silent.detectors.sequential import Array, Flags, clip, median_of_known
+from ds_silent.detectors.sequential import CLIP, POOL, RESOLUTION, SCALES, Array, Flags, clip, median_of_known
 
 WITHIN, HISTORY = (0.25, 1.0, 4.0), (1.0, 4.0)
 """Tilts. Shifts between two of them lose a quarter of their speed at most."""
-CLIP = 4.0  # deviations beyond which all are equally extreme
-POOL, SCALES = 1024, 64  # residuals remembered, over all ranks; steps whose spread makes the scale
 FEW = 16  # ranks up to which each is compared with exactly the others
-RESOLUTION = 1e-6  # relative differences that are rounding, not spread
 TOGETHER = 1024  # ranks
 MOST = 1e100  # evidence that need not grow
 OF_NORMAL = 1.4826  # standard deviation of normal values, over their median distance from the median

@@ -32,7 +32,7 @@ from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.layer_evidence import LayerEvidence
 from ds_silent.detectors.own_past import OwnPast
-from ds_silent.detectors.sequential import Array, Flags, clip, median
+from ds_silent.detectors.sequential import Array, Flags, clip, median, only
 from ds_silent.detectors.symptoms import SUDDEN, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import LayerValues
 from ds_silent.records import Event, Score, Severity
@@ -147,9 +147,6 @@ class LayerTest:
             smallest[self._directions : -1] = TURNS
             self._own = OwnPast(series, self.ranks, WINDOW, smallest)
 
-    def _only(self, rank: int) -> Flags:
-        return np.asarray(np.arange(self.ranks) == rank)
-
     # -- who is flagged ------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -160,9 +157,9 @@ class LayerTest:
                 flag.left = min(flag.left + math.log(max(gain, 1e-300)), self._threshold)
             if flag.left < self._threshold / 2:
                 del self._flagged[rank]
-                self._test.forget(self._only(rank))
+                self._test.forget(only(rank, self.ranks))
                 if self._own is not None:
-                    self._own.forget(self._only(rank))
+                    self._own.forget(only(rank, self.ranks))
 
     def _flag(self, step: int, names: tuple[str, ...], healthy: Flags, plain: Callable[[int, int], bool]) -> None:
         score = np.where(healthy, self._test.score(), -np.inf)
@@ -200,11 +197,11 @@ class LayerTest:
                 flag.severity = "info"
         if self._own is not None and flag.severity == "info":
             self.notes = (_note(step, rank, flag, self._threshold),)
-            self._own.forget(self._only(rank))
+            self._own.forget(only(rank, self.ranks))
             self._test.forget(healthy)
         else:
             self._flagged[rank] = flag
-            self._test.forget(healthy & ~self._only(rank))  # they were compared with a faulty rank
+            self._test.forget(healthy & ~only(rank, self.ranks))  # they were compared with a faulty rank
         self._test.unlearn(flag.since)
 
     def _shifts(self, rank: int, direction: bool, healthy: Flags) -> tuple[Array, Array, Array]:
@@ -213,7 +210,7 @@ class LayerTest:
         The others' medians hold the layer that is off, so that the calmest layer may have the most evidence. These say
         which layer it is.
         """
-        others = healthy & ~self._only(rank)
+        others = healthy & ~only(rank, self.ranks)
         recent = np.nan_to_num(self._recent[direction])
         middle = np.median(recent[others], axis=0)
         shift = recent[rank] - middle

@@ -37,7 +37,7 @@ from ds_silent.detectors.comparisons import STATISTICS, AgainstOthers, AgainstOw
 from ds_silent.detectors.effects import Flag, Weigher
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.layers import LayerTest
-from ds_silent.detectors.sequential import Array, Flags, highest, strongest_tilt
+from ds_silent.detectors.sequential import Array, Flags, highest, only, strongest_tilt
 from ds_silent.detectors.symptoms import SUDDEN
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, StepRecord
@@ -142,9 +142,6 @@ class OutlierTest:
         unflagged[[rank for rank, flag in self._flagged.items() if not (notes and flag.severity == "info")]] = False
         return unflagged
 
-    def _only(self, rank: int) -> Flags:
-        return np.asarray(np.arange(self.ranks) == rank)
-
     def _end(self) -> None:
         for rank, flag in list(self._flagged.items()):
             test = self._change if flag.own_past and self._change is not None else self._level
@@ -152,9 +149,9 @@ class OutlierTest:
             flag.left = min(flag.left + test.gain(series, flag.component, rank), self._threshold)
             if flag.left < self._threshold / 2:
                 del self._flagged[rank]
-                self._level.forget(self._only(rank))
+                self._level.forget(only(rank, self.ranks))
                 if flag.own_past and self._change is not None:
-                    self._change.begin_anew(self._only(rank))
+                    self._change.begin_anew(only(rank, self.ranks))
 
     def _flag(self, step: int, test: AgainstOthers | AgainstOwnPast, healthy: Flags) -> None:
         if healthy.sum() < 2:  # nobody is left to compare the last one with
@@ -169,7 +166,7 @@ class OutlierTest:
             return
         found = test.strongest(rank)
         if not self._random and not own_past and found.onset.step > self._began + BEGINNING:
-            test.forget(self._only(rank))  # its past differs since then: AgainstOwnPast decides
+            test.forget(only(rank, self.ranks))  # its past differs since then: AgainstOwnPast decides
             return
         if found.spread and not self.weigher.far(rank, found, healthy):
             self._level.forget_sizes(rank)
@@ -180,7 +177,7 @@ class OutlierTest:
         meaning = meaning.format(where=where, **(_OWN_PAST if own_past else _OTHERS))
         flag.own_past, flag.spread, flag.meaning = own_past, found.spread, f"{meaning}, since about step {onset.step}"
         self._set_apart(step, rank, flag, healthy)
-        test.forget(healthy & (~self._only(rank)))  # they were compared with a faulty rank
+        test.forget(healthy & ~only(rank, self.ranks))  # they were compared with a faulty rank
 
     def _set_apart(self, step: int, rank: int, flag: Flag, healthy: Flags) -> None:
         """Weigh the flag, and take the rank out of the history since its fault began.
@@ -199,7 +196,7 @@ class OutlierTest:
         else:
             if not flag.slight:
                 self.notes += (note_of(step, rank, flag, bool(self._random)),)
-            self._change.begin_anew(self._only(rank))
+            self._change.begin_anew(only(rank, self.ranks))
 
     def _weigh_unsure(self, step: int) -> None:
         """Weigh a change of unsure kind again after twice as many steps, and last after SUDDEN."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.reduction_errors import distrust
-from ds_silent.detectors.sequential import Array, SequentialTest, highest
+from ds_silent.detectors.sequential import Array, SequentialTest, highest, only
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Score, StepRecord
 from ds_silent.text import TORCH, Words
@@ -63,7 +63,7 @@ class OwnWeightTest(Detector):
             off_by, error = self._mean(rank, 0)
             if abs(off_by) < 2.0 * error:
                 del self._flagged[rank]
-                self._test.forget_evidence(np.arange(self.ranks) == rank)
+                self._test.forget_evidence(only(rank, self.ranks))
         rank, score = highest(partial(self._test.log_evidence, 0), healthy)
         self.scores = (Score("own weight", score, self._threshold, rank),)
         if score >= self._threshold:
@@ -72,7 +72,7 @@ class OwnWeightTest(Detector):
             numbers = f"{1.0 + off_by:.2f} times, with a standard error of {error:.2g}"
             self._flagged[rank] = {"since": since, "score": score, "numbers": numbers}
             self._test.unlearn(rank, since)
-            self._test.forget_evidence(np.arange(self.ranks) != rank)
+            self._test.forget_evidence(~only(rank, self.ranks))
         return self.standing()
 
     def _mean(self, rank: int, since: int) -> tuple[float, float]:

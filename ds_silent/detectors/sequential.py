@@ -306,6 +306,11 @@ def _log_of_sum(logs: Array, axis: int) -> Array:
         return np.asarray(np.log(np.exp(logs - largest).sum(axis=axis)) + largest)
 
 
+def only(rank: int, ranks: int) -> Flags:
+    """(N,) true for one rank alone."""
+    return np.asarray(np.arange(ranks) == rank)
+
+
 def clip(values: Array, low: Array | float, high: Array | float) -> Array:
     """Return what ``np.clip`` does, which takes four times as long for a few numbers."""
     return np.asarray(np.minimum(np.maximum(values, low), high))

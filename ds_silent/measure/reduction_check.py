@@ -142,7 +142,7 @@ class ReductionChecker:
         if self._arithmetic.reductions > 1 and squared > 0.0:
             spread = float(gathered.local.micro_squared.sum()) / (squared * terms.ranks)
         check = check_aggregate(terms, gathered.aggregate, self._arithmetic, self._log_rate, spread)
-        cause = self._cause(gathered, terms, check, spread) if check.wrong else None
+        cause = self._cause(gathered, terms, spread) if check.wrong else None
         if check.wrong and applied_partly(gathered) and (cause is None or cause.kind in ("leftover", "stale", "noise")):
             return None, None  # what an optimizer that did not step holds may be of before
         return check, cause
@@ -157,7 +157,7 @@ class ReductionChecker:
         squared = float(gathered.local.sketch_squared.mean())
         return terms_of_sums(gathered.sums.mean, squared, gathered.ranks, self._arithmetic.total), squared
 
-    def _cause(self, gathered: Gathered, whole: Terms, check: AggregateCheck, spread: float) -> Cause | None:
+    def _cause(self, gathered: Gathered, whole: Terms, spread: float) -> Cause | None:
         each = gathered.each
         if gathered.layer_aggregate is None:
             return None

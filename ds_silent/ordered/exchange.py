@@ -88,7 +88,7 @@ class OrderedExchange:
         gram: bool,
     ):
         ranks = len(runs)
-        self._group, self._micro_batches, self._gathered, self._device = group, micro_batches, gathered, device
+        self._group, self._micro_batches, self._device = group, micro_batches, device
         self._rank = dist.get_rank(group)
         longest = max(sum(numel for _, numel in own) for own in runs)
         buffers = 2 + gram

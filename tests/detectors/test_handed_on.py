@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ds_silent.capture.loss_graph import MEAN, Constants
-from ds_silent.detectors.handed_on import CLIPPED_STEPS as STEPS
-from ds_silent.detectors.handed_on import HandedOnTest
 from ds_silent.detectors.lifecycle import Episodes
+from ds_silent.detectors.script_changes import CLIPPED_STEPS as STEPS
+from ds_silent.detectors.script_changes import HandedOnTest
 from ds_silent.exchange.layout import Layout
 from ds_silent.maths.rounding_bound import Arithmetic
 from ds_silent.measure.evidence import Evidence, HandedOn, LabelWeights, ReductionEvidence
