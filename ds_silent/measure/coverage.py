@@ -97,19 +97,14 @@ class EpochCoverage:
     def start_epoch(self) -> None:
         """Forget the epoch that is over."""
         self._level = 0  # m
-        self._visits = 0
+        self.visits = 0  # each row as often as it came
         self._known = 0  # visits whose rows came here
         self._seen: set[int] = set()  # hashes
 
     @property
-    def visits(self) -> int:
-        """Count the rows that were visited in this epoch, each as often as it came."""
-        return self._visits
-
-    @property
     def distinct(self) -> float:
         """Estimate how many different rows were visited in this epoch."""
-        each = self._visits / self._known if self._known else 0.0
+        each = self.visits / self._known if self._known else 0.0
         return len(self._seen) * 2.0**self._level * each
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
@@ -118,7 +113,7 @@ class EpochCoverage:
 
     def update(self, ids: Ids, visits: int | None = None) -> None:
         """Count one step's rows of all ranks, int64 (rows,); ``visits``: how many, where these are a sample of them."""
-        self._visits += len(ids) if visits is None else visits
+        self.visits += len(ids) if visits is None else visits
         self._known += len(ids)
         hashes = mixed_ids(ids)
         if self._level:
@@ -136,14 +131,14 @@ class EpochCoverage:
             rows_in_epoch: rows of the data set; None when nobody knows (iterable data): then the share of the visits
                 that brought a new row, which is 1 as long as nothing came twice.
         """
-        whole = self._visits if rows_in_epoch is None else rows_in_epoch
+        whole = self.visits if rows_in_epoch is None else rows_in_epoch
         if whole <= 0:
             return Estimate(0.0, 0.0)
         if not self._known:
-            return Estimate(min(self._visits / whole, 1.0), min(self._visits / whole, 1.0))
-        kept, rate, each = len(self._seen), 2.0**-self._level, self._visits / self._known
+            return Estimate(min(self.visits / whole, 1.0), min(self.visits / whole, 1.0))
+        kept, rate, each = len(self._seen), 2.0**-self._level, self.visits / self._known
         new = min(kept / rate / self._known, 1.0)
-        sampling = math.sqrt(max(0.0, 1.0 - 1.0 / each) * new * (1.0 - new) / self._known) * self._visits / whole
+        sampling = math.sqrt(max(0.0, 1.0 - 1.0 / each) * new * (1.0 - new) / self._known) * self.visits / whole
         error = math.hypot(math.sqrt(kept * (1 - rate)) / rate * each / whole, sampling)
         return Estimate(min(self.distinct / whole, 1.0), error)
 
@@ -154,7 +149,7 @@ class EpochCoverage:
         return {
             "capacity": self._capacity,
             "level": self._level,
-            "visits": self._visits,
+            "visits": self.visits,
             "known": self._known,
             "rows": len(hashes),
             "hashes": base64.b64encode(packed).decode("ascii"),
@@ -175,7 +170,7 @@ class EpochCoverage:
         sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, known) and known <= visits
         if not sane or len(packed) != rows * 8 or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
-        self._capacity, self._level, self._visits, self._known = capacity, level, visits, known
+        self._capacity, self._level, self.visits, self._known = capacity, level, visits, known
         self._seen = set(np.frombuffer(packed, dtype="<u8", count=rows).tolist())
 
 

@@ -66,14 +66,18 @@ class ReductionSettings:
 
 
 class ReductionChecker:
-    """Keep the measurement before, and what is known of an error that goes on."""
+    """Keep the measurement before, and what is known of an error that goes on.
+
+    Attributes:
+        wants_micro_batches: whether the sketches of single micro-batches would tell more about such an error.
+    """
 
     def __init__(self, settings: ReductionSettings):
         self._layout, self._arithmetic, self._log_rate = settings.layout, settings.arithmetic, settings.log_rate
         self._settings, self._applied = settings, AppliedChecker(settings)
         self._previous: Tensor | None = None
         self._named: Cause | None = None  # of an error that goes on, where ranks were named
-        self._wanted = self._diagnosed = False
+        self.wants_micro_batches = self._diagnosed = False
         self._micro_batches: dict[int, Tensor] = {}  # by step, of the newest
         self._found: MicroBatches | None = None
 
@@ -206,11 +210,6 @@ class ReductionChecker:
 
     # -- micro-batches, where the reduction was wrong ------------------------------------------------------------------
 
-    @property
-    def wants_micro_batches(self) -> bool:
-        """Tell whether the sketches of single micro-batches would tell more about an error that goes on."""
-        return self._wanted
-
     def micro_batches(self, step: int, sketches: Tensor) -> None:
         """(N, A, L, m) float64 of ``step``, ahead of its observations."""
         self._micro_batches.pop(step, None)  # a step that is taken again is new
@@ -221,14 +220,14 @@ class ReductionChecker:
     def _diagnose(self, gathered: Gathered, check: AggregateCheck | None) -> MicroBatches | None:
         aggregate = gathered.layer_aggregate
         if check is None or not check.wrong or aggregate is None:
-            self._wanted, self._diagnosed, self._found = False, False, None
+            self.wants_micro_batches, self._diagnosed, self._found = False, False, None
             return None
         sketches = self._micro_batches.get(gathered.step)
         if sketches is not None and not self._diagnosed:
             expected = sketches * self._arithmetic.total
             self._found = explain_micro_batches(gathered.step, expected, aggregate, check.tolerance)
             self._diagnosed = True
-        self._wanted = self._layout.micro_batches > 0 and not self._diagnosed
+        self.wants_micro_batches = self._layout.micro_batches > 0 and not self._diagnosed
         return self._found
 
 
