@@ -14,20 +14,20 @@ A mistake is one sentence on standard error and exit status 2.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 
-def _option(about: str, metavar: str | None = None, *names: str, **bounds: Any) -> Any:
-    return typer.Option(*names, help=about, metavar=metavar, **bounds)
+def _option(default: Any, about: str, metavar: str | None = None, *names: str, **bounds: Any) -> Any:
+    return typer.Option(default, *names, help=about, metavar=metavar, **bounds)
 
 
-def _argument(about: str, metavar: str) -> Any:
-    return typer.Argument(help=about, metavar=metavar)
+def _argument(default: Any, about: str, metavar: str) -> Any:
+    return typer.Argument(default, help=about, metavar=metavar)
 
 
-_JsonPath = Annotated[str | None, _option("Write everything to this file too.", "FILE", "--json")]
+_JSON_PATH = _option(None, "Write everything to this file too.", "FILE", "--json")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -44,21 +44,15 @@ def main() -> None:
 
 @app.command()
 def check(
-    ds_config: Annotated[
-        list[str],
-        _argument(
-            "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.", "DS_CONFIG..."
-        ),
-    ],
-    world_size: Annotated[
-        int | None,
-        _option(
-            "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
-        ),
-    ] = None,
-    parameters: Annotated[
-        int | None, _option("Trainable parameters of the model, for the exact method.", "N", min=1)
-    ] = None,
+    ds_config: list[str] = _argument(
+        ...,
+        "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.",
+        "DS_CONFIG...",
+    ),
+    world_size: int | None = _option(
+        None, "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
+    ),
+    parameters: int | None = _option(None, "Trainable parameters of the model, for the exact method.", "N", min=1),
 ) -> None:
     """Say what a configuration will measure, send and keep; nothing is started.
 
@@ -111,34 +105,26 @@ def check(
 
 @app.command()
 def drill(
-    config: Annotated[
-        str | None,
-        _option(
-            "Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
-            "FILE",
-        ),
-    ] = None,
-    framework: Annotated[str, _option("Who trains: deepspeed, ddp, fsdp2 or megatron.", "FRAMEWORK")] = "deepspeed",
-    fault: Annotated[
-        list[str] | None, _option("Only this fault; may be given several times. --list names them.", "NAME")
-    ] = None,
-    list_faults: Annotated[bool, _option("Name the faults and end.", None, "--list")] = False,
-    ranks: Annotated[
-        int, _option("Processes on this machine's CPU; at least 3, to outvote one.", "N", min=3, max=64)
-    ] = 4,
-    rank: Annotated[int, _option("The rank that most faults strike.", "RANK", min=0)] = 2,
-    steps: Annotated[int | None, _option("Longest training, in optimizer steps; 400 unless given.", "N", min=1)] = None,
-    stage: Annotated[
-        int | None,
-        _option(
-            "ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
-            "0-3",
-            min=0,
-            max=3,
-        ),
-    ] = None,
-    dtype: Annotated[str | None, _option("fp32 or bf16 instead of the configuration's.", "DTYPE")] = None,
-    json_path: _JsonPath = None,
+    config: str | None = _option(
+        None,
+        "Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
+        "FILE",
+    ),
+    framework: str = _option("deepspeed", "Who trains: deepspeed, ddp, fsdp2 or megatron.", "FRAMEWORK"),
+    fault: list[str] | None = _option(None, "Only this fault; may be given several times. --list names them.", "NAME"),
+    list_faults: bool = _option(False, "Name the faults and end.", None, "--list"),
+    ranks: int = _option(4, "Processes on this machine's CPU; at least 3, to outvote one.", "N", min=3, max=64),
+    rank: int = _option(2, "The rank that most faults strike.", "RANK", min=0),
+    steps: int | None = _option(None, "Longest training, in optimizer steps; 400 unless given.", "N", min=1),
+    stage: int | None = _option(
+        None,
+        "ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
+        "0-3",
+        min=0,
+        max=3,
+    ),
+    dtype: str | None = _option(None, "fp32 or bf16 instead of the configuration's.", "DTYPE"),
+    json_path: str | None = _JSON_PATH,
 ) -> None:
     """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?
 
@@ -166,34 +152,27 @@ def drill(
 
 @app.command()
 def numerics(
-    gradients: Annotated[
-        str | None,
-        _option(
-            "Your own gradients: one safetensors file per rank, same names and shapes, from before the "
-            "reduction. Without it a small model of its own, on real rows.",
-            "DIR",
-        ),
-    ] = None,
-    world_size: Annotated[
-        list[int] | None,
-        _option("Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", "N", min=2, max=64),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None, _option("fp32, bf16 or fp16; may be given several times. Default: all three.", "DTYPE")
-    ] = None,
-    steps: Annotated[
-        int, _option("Length of the trainings that show the weights; 0: none.", "N", min=0, max=1000)
-    ] = 20,
-    rounds: Annotated[int, _option("Timed all-reduces of each dtype; 0: none.", "N", min=0, max=1000)] = 20,
-    processes: Annotated[bool, _option("Start real processes, for gloo's own bits and for the time.")] = True,
-    elements: Annotated[
-        int | None, _option("Size of the timed all-reduces; default: the gradient's.", "N", min=1)
-    ] = None,
-    loss_scale: Annotated[
-        float | None, _option("For fp16; default: where dynamic loss scaling settles. 1: none.", "SCALE", min=1.0)
-    ] = None,
-    seed: Annotated[int, _option("Of the small model's weights, rows and dropout.", "N", min=0)] = 1,
-    json_path: _JsonPath = None,
+    gradients: str | None = _option(
+        None,
+        "Your own gradients: one safetensors file per rank, same names and shapes, from before the "
+        "reduction. Without it a small model of its own, on real rows.",
+        "DIR",
+    ),
+    world_size: list[int] | None = _option(
+        None, "Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", "N", min=2, max=64
+    ),
+    dtype: list[str] | None = _option(
+        None, "fp32, bf16 or fp16; may be given several times. Default: all three.", "DTYPE"
+    ),
+    steps: int = _option(20, "Length of the trainings that show the weights; 0: none.", "N", min=0, max=1000),
+    rounds: int = _option(20, "Timed all-reduces of each dtype; 0: none.", "N", min=0, max=1000),
+    processes: bool = _option(True, "Start real processes, for gloo's own bits and for the time."),
+    elements: int | None = _option(None, "Size of the timed all-reduces; default: the gradient's.", "N", min=1),
+    loss_scale: float | None = _option(
+        None, "For fp16; default: where dynamic loss scaling settles. 1: none.", "SCALE", min=1.0
+    ),
+    seed: int = _option(1, "Of the small model's weights, rows and dropout.", "N", min=0),
+    json_path: str | None = _JSON_PATH,
 ) -> None:
     """Measure how far fp32, bf16 and fp16 reductions are from the float64 mean: what is rounding, what is a fault?
 
@@ -215,10 +194,8 @@ def numerics(
 
 @app.command()
 def doctor(
-    output_dir: Annotated[
-        str, _option("Where records are to be written; nothing is left there.", "DIR")
-    ] = "runs/silent",
-    json_path: _JsonPath = None,
+    output_dir: str = _option("runs/silent", "Where records are to be written; nothing is left there.", "DIR"),
+    json_path: str | None = _JSON_PATH,
 ) -> None:
     """Look this machine over: what is missing or doubtful for a watched training?
 
@@ -234,23 +211,21 @@ def doctor(
 
 @app.command()
 def watch(
-    run: Annotated[str, _argument("Directory of a run, the output_dir of its block.", "RUN")],
-    once: Annotated[
-        bool, _option("Print what is known now as text, and end; so does an output to a file.", None, "--once")
-    ] = False,
-    as_json: Annotated[bool, _option("Print it as JSON, and end.", None, "--json")] = False,
-    stale: Annotated[
-        float | None, _option("Exit with 4 if no record was written for so many minutes.", "MINUTES", min=0.0)
-    ] = None,
-    every: Annotated[float, _option("Seconds between two looks at the files.", "SECONDS", min=0.1, max=3600.0)] = 1.0,
-    alert: Annotated[
-        list[str] | None,
-        _option(
-            "Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
-            "given several times. env:NAME keeps an address out of the list of processes.",
-            "TO",
-        ),
-    ] = None,
+    run: str = _argument(..., "Directory of a run, the output_dir of its block.", "RUN"),
+    once: bool = _option(
+        False, "Print what is known now as text, and end; so does an output to a file.", None, "--once"
+    ),
+    as_json: bool = _option(False, "Print it as JSON, and end.", None, "--json"),
+    stale: float | None = _option(
+        None, "Exit with 4 if no record was written for so many minutes.", "MINUTES", min=0.0
+    ),
+    every: float = _option(1.0, "Seconds between two looks at the files.", "SECONDS", min=0.1, max=3600.0),
+    alert: list[str] | None = _option(
+        None,
+        "Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
+        "given several times. env:NAME keeps an address out of the list of processes.",
+        "TO",
+    ),
 ) -> None:
     """Look at a run while it trains, or afterwards: the verdict, the ranks, the events. Press ? for the keys.
 
@@ -265,11 +240,10 @@ def watch(
 
 @app.command()
 def alert(
-    test: Annotated[
-        list[str],
-        _option("A destination as in the block's alerts, best as env:NAME; may be given several times.", "TO"),
-    ],
-    timeout: Annotated[float, _option("Seconds that each may take.", "SECONDS", min=0.1, max=60.0)] = 10.0,
+    test: list[str] = _option(
+        ..., "A destination as in the block's alerts, best as env:NAME; may be given several times.", "TO"
+    ),
+    timeout: float = _option(10.0, "Seconds that each may take.", "SECONDS", min=0.1, max=60.0),
 ) -> None:
     """Send a test message to the destinations of alerts: webhooks, mail, commands.
 
@@ -282,7 +256,7 @@ def alert(
 
 @app.command()
 def schema(
-    name: Annotated[str, _argument("block, metrics or events.", "NAME")] = "block",
+    name: str = _argument("block", "block, metrics or events.", "NAME"),
 ) -> None:
     """Print the JSON Schema of the block, or of a line of the records.
 
@@ -301,12 +275,12 @@ def schema(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[str], _argument("Directories of records (output_dir), or of several runs; side by side.", "RUN...")
-    ],
-    output: Annotated[
-        str | None, _option("Where the page goes; else report.html beside the run.", "FILE", "--output", "-o")
-    ] = None,
+    runs: list[str] = _argument(
+        ..., "Directories of records (output_dir), or of several runs; side by side.", "RUN..."
+    ),
+    output: str | None = _option(
+        None, "Where the page goes; else report.html beside the run.", "FILE", "--output", "-o"
+    ),
 ) -> None:
     """Write one HTML page of a run: who, where, since when - and what was not checked.
 
@@ -322,40 +296,33 @@ def report(
 
 @app.command()
 def compare(
-    runs: Annotated[
-        list[str],
-        _argument(
-            "A and B, and perhaps another run of A's training: directories (output_dir), or trace.jsonl files.",
-            "A B [C]",
-        ),
-    ],
-    golden: Annotated[
-        str | None, _option("A pinned baseline that takes the place of A; then only B is named.", "DIR")
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        _option(
-            "Relative difference that is allowed at the first step, where it is more than rounding's bound.",
-            "X",
-            min=0.0,
-            max=0.99,
-        ),
-    ] = None,
-    names: Annotated[
-        str | None, _option('Names of A and of B, as {"name in A": "name in B"}, of tensors or parts.', "FILE", "--map")
-    ] = None,
-    json_path: _JsonPath = None,
-    junit: Annotated[str | None, _option("Write a JUnit file, one test case per link of the chain.", "FILE")] = None,
-    curves: Annotated[
-        bool,
-        _option("Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves"),
-    ] = False,
-    only_answer: Annotated[
-        bool, _option("Print the one sentence alone, for CI; the exit status is the same.", None, "--assert")
-    ] = False,
-    page: Annotated[
-        str | None, _option("Write a page: only what differs, and each link's curve with what is allowed.", "FILE")
-    ] = None,
+    runs: list[str] = _argument(
+        ...,
+        "A and B, and perhaps another run of A's training: directories (output_dir), or trace.jsonl files.",
+        "A B [C]",
+    ),
+    golden: str | None = _option(None, "A pinned baseline that takes the place of A; then only B is named.", "DIR"),
+    tolerance: float | None = _option(
+        None,
+        "Relative difference that is allowed at the first step, where it is more than rounding's bound.",
+        "X",
+        min=0.0,
+        max=0.99,
+    ),
+    names: str | None = _option(
+        None, 'Names of A and of B, as {"name in A": "name in B"}, of tensors or parts.', "FILE", "--map"
+    ),
+    json_path: str | None = _JSON_PATH,
+    junit: str | None = _option(None, "Write a JUnit file, one test case per link of the chain.", "FILE"),
+    curves: bool = _option(
+        False, "Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves"
+    ),
+    only_answer: bool = _option(
+        False, "Print the one sentence alone, for CI; the exit status is the same.", None, "--assert"
+    ),
+    page: str | None = _option(
+        None, "Write a page: only what differs, and each link's curve with what is allowed.", "FILE"
+    ),
 ) -> None:
     """Say where two trainings part: the first step, layer and link of the chain, by which factor, and why.
 
@@ -373,16 +340,16 @@ def compare(
 
 @app.command()
 def bisect(
-    package: Annotated[str, _argument("The package whose releases are tried.", "PACKAGE")],
-    command: Annotated[list[str], _argument("The training, behind --.", "-- COMMAND...")],
-    good: Annotated[str, _option("The release whose training is right.", "VERSION")],
-    bad: Annotated[str, _option("A newer one.", "VERSION")],
-    versions: Annotated[
-        str | None, _option("Releases between them, separated by commas; default: all that pip knows.", "VERSIONS")
-    ] = None,
-    directory: Annotated[str, _option("Where releases and records are kept.", "DIR")] = "runs/bisect",
-    tolerance: Annotated[float | None, _option("As in compare.", "X", min=0.0, max=0.99)] = None,
-    json_path: _JsonPath = None,
+    package: str = _argument(..., "The package whose releases are tried.", "PACKAGE"),
+    command: list[str] = _argument(..., "The training, behind --.", "-- COMMAND..."),
+    good: str = _option(..., "The release whose training is right.", "VERSION"),
+    bad: str = _option(..., "A newer one.", "VERSION"),
+    versions: str | None = _option(
+        None, "Releases between them, separated by commas; default: all that pip knows.", "VERSIONS"
+    ),
+    directory: str = _option("runs/bisect", "Where releases and records are kept.", "DIR"),
+    tolerance: float | None = _option(None, "As in compare.", "X", min=0.0, max=0.99),
+    json_path: str | None = _JSON_PATH,
 ) -> None:
     """Train one script with the releases of a package: which is the first that parts, at which step and link?
 
