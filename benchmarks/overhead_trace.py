@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_silent.capture.traced import TraceCapture
 from ds_silent.measure.tracer import Tracer
-from ds_silent.sinks.trace_file import TraceSink
+from ds_silent.sinks.jsonl import TraceSink
 
 FUNCTIONS = {"weights and rows": (TraceCapture, "observed"), "the line": (Tracer, "step"), "file": (TraceSink, "write")}
 """The first runs on the training's thread of every rank, the others beside it on rank 0."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import typer
 
+from ds_silent.text import mistake
+
 
 def _option(default: Any, about: str, metavar: str | None = None, *names: str, **bounds: Any) -> Any:
     return typer.Option(default, *names, help=about, metavar=metavar, **bounds)
@@ -70,7 +72,7 @@ def check(
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
     from ds_silent.observing.start import refuse_too_few_ranks, refuse_too_many_ranks, refuse_unusable_directory
 
-    refused = False
+    refused = 0
     for number, source in enumerate(ds_config):
         if len(ds_config) > 1:
             typer.echo(f"{chr(10) * (number > 0)}{source!a}")
@@ -86,8 +88,7 @@ def check(
                 refuse_too_many_ranks(config, ranks)
                 refuse_unusable_directory(config)
         except ConfigError as error:
-            typer.echo(f"ds-silent: {error}", err=True)
-            refused = True
+            refused = mistake(error)
             continue
         if config is None:
             typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
@@ -99,8 +100,7 @@ def check(
     if not installed("deepspeed"):
         note = missing_sentence("the check of DeepSpeed's own keys", ["deepspeed"], "deepspeed")
         typer.echo(f"ds-silent: {note}", err=True)
-    if refused:
-        raise typer.Exit(2)
+    raise typer.Exit(refused)
 
 
 @app.command()
@@ -140,8 +140,7 @@ def drill(
         try:
             needs("ds-silent drill", "deepspeed")
         except MissingExtra as error:
-            typer.echo(f"ds-silent: {error}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(mistake(error)) from None
     from ds_silent.drill.printing import drill_command
     from ds_silent.drill.run_drill import LONGEST, DrillOptions
 
@@ -268,8 +267,7 @@ def schema(
     from ds_silent.commands.schema import NAMES, written
 
     if name not in NAMES:
-        typer.echo(f"ds-silent: there is no schema {name!a}; the names are {', '.join(NAMES)}", err=True)
-        raise typer.Exit(2)
+        raise typer.Exit(mistake(f"there is no schema {name!a}; the names are {', '.join(NAMES)}"))
     typer.echo(written(name), nl=False)
 
 

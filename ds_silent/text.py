@@ -30,6 +30,12 @@ def printable(text: str) -> str:
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
+def mistake(sentence: object) -> int:
+    """Print on standard error what is wrong with what was typed; return the exit status of every command for it."""
+    print(f"ds-silent: {sentence}", file=sys.stderr)
+    return 2
+
+
 def shown(value: object, longest: int = 80) -> str:
     """Return ``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
     try:

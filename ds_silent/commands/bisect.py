@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_silent.commands.compare_runs import PARTED, TOGETHER, wrong
+from ds_silent.commands.compare_runs import PARTED, TOGETHER
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
 from ds_silent.comparison.output import say
 from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.integrations import BLOCK_FILE
-from ds_silent.text import one_line, printable, shortened
+from ds_silent.text import mistake, one_line, printable, shortened
 
 PLACE = "{output_dir}"
 """In the command's arguments, it stands for the directory of this release's records."""
@@ -82,9 +82,9 @@ def bisect_command(package: str, options: BisectOptions, command: Sequence[str])
         if options.json_path is not None:
             Path(options.json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
-        return wrong(one_line(str(error)))
+        return mistake(printable(one_line(str(error))))
     except OSError as error:
-        return wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+        return mistake(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
     _print_found(package, options.good, releases, found, console)
     return TOGETHER if found.first is None else PARTED
 

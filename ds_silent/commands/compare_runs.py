@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,10 +14,10 @@ from ds_silent.comparison.output import print_comparison, write_json, write_juni
 from ds_silent.json_form import to_json
 from ds_silent.runs.curves import compare_curves, curves_sentence, print_curves
 from ds_silent.runs.run import ReadingError
-from ds_silent.text import printable
+from ds_silent.text import mistake, printable
 
-TOGETHER, PARTED, WRONG = 0, 1, 2
-"""Exit statuses."""
+TOGETHER, PARTED = 0, 1
+"""Exit statuses; 2 is a mistake."""
 TABLE = 120
 """Columns of a table."""
 
@@ -62,9 +61,9 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
 
             write_comparison(found, options.page)
     except (ComparisonError, TraceError, ReadingError) as error:
-        return wrong(str(error))
+        return mistake(printable(str(error)))
     except OSError as error:
-        return wrong(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+        return mistake(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
     print_comparison(found, _console(), options.brief)
     return PARTED if found.parted else TOGETHER
 
@@ -86,9 +85,3 @@ def _console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = TABLE  # of a file or a pipe nobody knows the width
     return console
-
-
-def wrong(sentence: str) -> int:
-    """Print the sentence of a mistake; return its exit status."""
-    print(f"ds-silent: {printable(sentence)}", file=sys.stderr)
-    return WRONG

@@ -17,22 +17,12 @@ from rich.progress import Progress
 
 from ds_silent.config import ConfigError
 from ds_silent.practice.ranks import RankBroke
+from ds_silent.text import mistake
 
-BROKEN, USER_MISTAKE = 1, 2
 WIDTH = 120  # of what goes into a file or a pipe
 Result = TypeVar("Result")
 Heard = Callable[[str], None]
 """Called with the name of each part that has ended."""
-
-
-def refuse_unwritable(path: str | None) -> None:
-    """Minutes later is too late to find that out.
-
-    Raises:
-        ConfigError: there is a path, and nothing can be written there.
-    """
-    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
-        raise ConfigError(f"--json {path!a} cannot be written; give a file in a directory that can")
 
 
 def write_json(path: str | None, value: Any) -> None:
@@ -58,18 +48,18 @@ def carried_out(
         the exit status: 1 where a process broke (``measure`` raises ``RankBroke``), 2 for a mistake of the user
         (``ConfigError``), else what ``judge`` says.
     """
-    console = console_of_stdout()
+    console, path = console_of_stdout(), json_path
+    if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
+        return mistake(f"--json {path!a} cannot be written; give a file in a directory that can")  # minutes before
     try:
-        refuse_unwritable(json_path)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("starting", total=None)
             result = measure(lambda name: progress.update(task, description=f"{ascii(name)[1:-1]} ended", advance=1))
     except ConfigError as error:
-        print(f"ds-silent: {error}", file=sys.stderr)
-        return USER_MISTAKE
+        return mistake(error)
     except RankBroke as error:
-        print(f"ds-silent: a process broke, so nothing can be said: {error}", file=sys.stderr)
-        return BROKEN
+        mistake(f"a process broke, so nothing can be said: {error}")
+        return 1
     show(result, console)
     write_json(json_path, to_json(result))
     return judge(result)

@@ -5,7 +5,7 @@ tracer.begin(backwards)                         # on the training's thread, as t
 record = replace(record, traced=tracer.step(gathered, record, context))     # once per measured step, in order
 
 What the optimizer used of a step is known with the next measured one, so a step's line is complete only then
-(:class:`ds_silent.sinks.trace_file.TraceSink`).
+(:class:`ds_silent.sinks.jsonl.TraceSink`).
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_silent.sinks.base import FanOut, Sink, SinkError
-from ds_silent.sinks.jsonl import JsonlSink
+from ds_silent.sinks.jsonl import JsonlSink, TraceSink
 from ds_silent.sinks.per_rank import PerRankSink
 from ds_silent.sinks.run_directory import FactsSink
-from ds_silent.sinks.trace_file import TraceSink
 from ds_silent.sinks.worker import Background
 
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]

@@ -43,17 +43,14 @@ class ConsoleSink(Sink):
     def write(self, record: StepRecord) -> None:
         self._written += 1
         if self._written == 1 or self._written % EVERY == 0:
-            say(self._named(step_line(record)))
+            say(step_line(record, self._name))
 
     def write_event(self, event: Event) -> None:
-        line, terminal = self._named(event_line(event)), getattr(sys.stdout, "isatty", lambda: False)()
+        line, terminal = event_line(event, self._name), getattr(sys.stdout, "isatty", lambda: False)()
         if terminal:
             line = wrapped(line, shutil.get_terminal_size().columns, indent=len(self._name) + 1)
         colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         say(coloured(line, event) if colour else line)
-
-    def _named(self, line: str) -> str:
-        return line.replace("[ds_silent]", self._name, 1)
 
     def flush(self) -> None:
         sys.stdout.flush()
@@ -62,10 +59,10 @@ class ConsoleSink(Sink):
         self.flush()
 
 
-def step_line(record: StepRecord) -> str:
+def step_line(record: StepRecord, name: str = "[ds_silent]") -> str:
     """Return the numbers of one step on one line; what was not measured is not mentioned."""
     loss, norm, direction = record.loss, record.grad_norm, record.direction
-    parts = [f"[ds_silent] step {record.step}"]
+    parts = [f"{name} step {record.step}"]
     if loss.mean is not None:
         parts.append(f"loss {_number(loss.mean)} ± {_number(loss.std)} (range {_number(loss.range)})")
     if norm.mean is not None:
@@ -80,9 +77,9 @@ def step_line(record: StepRecord) -> str:
     return "  ".join(parts)
 
 
-def event_line(event: Event) -> str:
+def event_line(event: Event, name: str = "[ds_silent]") -> str:
     """Return one event on one line: severity, kind, who, what, and what to do."""
-    parts = [f"[ds_silent] step {event.step}  {event.severity.upper()}  {event.kind}"]
+    parts = [f"{name} step {event.step}  {event.severity.upper()}  {event.kind}"]
     if event.ranks:
         parts.append(ranks_of(event.ranks))
     if event.where:
@@ -103,10 +100,8 @@ def wrapped(line: str, columns: int, indent: int) -> str:
     """
     if len(line) <= LONGEST_LINE:
         return line
-    further = " " * indent
-    return textwrap.fill(
-        line, max(columns, _NARROWEST), subsequent_indent=further, break_long_words=False, break_on_hyphens=False
-    )
+    width, further = max(columns, _NARROWEST), " " * indent
+    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
 
 
 def speaker(label: str | None) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.metrics import RANK_METRICS
-from ds_silent.records import DirectionStats, Event, GradNormStats, LossStats, Quantiles, StepRecord
-from ds_silent.sinks.base import SinkError
+from ds_silent.records import Event, Quantiles, StepRecord
+from ds_silent.sinks.base import Sink, SinkError
 
 Thing = TypeVar("Thing")
 
@@ -62,6 +62,10 @@ class AppendedFile:
         if os.fstat(self._fd).st_nlink == 0:  # a write to a deleted file succeeds, and nobody will ever read it
             raise OSError(errno.ENOENT, "the file was removed while the run was writing it", os.fspath(self._path))
 
+    def append(self, line: str) -> None:
+        """Write ``line``, which holds no newline, and its newline; raises as :meth:`write`."""
+        self.write(line.encode("utf-8") + b"\n")
+
     def flush(self) -> None:
         """Ask the system to put what was written on the disk itself; other processes see it already."""
         os.fsync(self._fd)
@@ -88,9 +92,27 @@ class LineFile(AppendedFile):
             os.close(self._fd)
             raise refused(path, error) from None
 
-    def append(self, line: str) -> None:
-        """Write ``line``, which holds no newline, and its newline; raises as :meth:`write`."""
-        self.write(line.encode("utf-8") + b"\n")
+
+class FileSink(Sink):
+    """Appends to files of a directory, each of which comes with what is first written to it."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        self._files: dict[str, AppendedFile] = {}
+
+    def _append(self, name: str, line: str) -> None:
+        """Append a line; raises as :meth:`AppendedFile.write`, and SinkError where the file cannot be opened."""
+        if name not in self._files:
+            self._files[name] = LineFile(self._directory / name)
+        self._files[name].append(line)
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 def refused(path: Path, error: OSError) -> SinkError:
@@ -114,16 +136,13 @@ EXTREME = 8
 SHOWN_GROUPS = 8
 _PLACES = {"min": 0.0, "q10": 0.1, "q25": 0.25, "median": 0.5, "q75": 0.75, "q90": 0.9, "max": 1.0}
 
-Stats = TypeVar("Stats", LossStats, GradNormStats, DirectionStats)
-
 
 def written_record(record: StepRecord) -> StepRecord:
     """Return it as ``metrics.jsonl`` holds it: of a size that does not grow with the ranks."""
     if record.world_size <= MANY:
         return record
-    short: Callable[[Any], Any] = _rounded if record.world_size <= MOST_RANKS else _summed_up
     stats = {metric.path.split(".")[0] for metric in RANK_METRICS}
-    record = replace(record, **{name: short(getattr(record, name)) for name in stats})
+    record = replace(record, **{name: _shortened(getattr(record, name), record.world_size) for name in stats})
     groups = record.integrity.replica_groups
     if record.world_size <= MOST_RANKS or groups is None:
         return record
@@ -163,17 +182,13 @@ def quantiles_of(values: Sequence[float] | npt.NDArray[np.float64]) -> Quantiles
     return Quantiles(**at, nan=len(ordered) - count or None)
 
 
-def _summed_up(stats: Stats) -> Stats:
+def _shortened(stats: Any, world_size: int) -> Any:
     if stats.per_rank is None:
         return stats
+    if world_size <= MOST_RANKS:
+        return replace(stats, per_rank=tuple(float(f"{value:.{DIGITS}g}") for value in stats.per_rank))
     values = np.array(stats.per_rank, dtype=np.float64)
     order = np.argsort(values)  # NaN comes last: a rank without a number is among the highest
     ranks = np.concatenate((order[:EXTREME], order[-EXTREME:]))
     extremes = dict(zip(ranks.tolist(), values[ranks].tolist(), strict=True))
     return replace(stats, per_rank=None, quantiles=quantiles_of(values), extremes=extremes)
-
-
-def _rounded(stats: Stats) -> Stats:
-    if stats.per_rank is None:
-        return stats
-    return replace(stats, per_rank=tuple(float(f"{value:.{DIGITS}g}") for value in stats.per_rank))

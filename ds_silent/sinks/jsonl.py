@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and ``events.jsonl``: the records that everything else can be made from again.
+"""``metrics.jsonl`` and ``events.jsonl``: the records that everything else can be made from again; ``trace.jsonl``.
 
     sink = JsonlSink("runs/my-run")
     values = read_metrics("runs/my-run/metrics.jsonl")        # dictionaries, sorted, one per step, torn lines skipped
@@ -19,53 +19,89 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_silent.json_form import FORMAT, from_json, lines_of, newer_version, to_json
 from ds_silent.records import CosineMatrix, Event, Scores, StepRecord
-from ds_silent.sinks.base import Sink, logger
-from ds_silent.sinks.files import LineFile, is_drawn, make_directory, written_event, written_record
+from ds_silent.sinks.base import logger
+from ds_silent.sinks.files import FileSink, LineFile, is_drawn, make_directory, written_event, written_record
+from ds_silent.trace import NAME, Head, Step, write_head, write_step
 
 
-class JsonlSink(Sink):
+class JsonlSink(FileSink):
     """Appends one line per record and per event to the files of ``output_dir``; SinkError where it cannot."""
 
     def __init__(self, output_dir: str | Path) -> None:
-        self._directory = Path(output_dir)
+        super().__init__(output_dir)
         make_directory(self._directory)
         self._files = {name: LineFile(self._directory / name) for name in ("metrics.jsonl", "events.jsonl")}
         self._matrices = 0
 
     def write(self, record: StepRecord) -> None:
-        self._append("metrics.jsonl", to_json(written_record(record)))
+        self._write("metrics.jsonl", to_json(written_record(record)))
         if record.layers:
-            self._append("layers.jsonl", {"step": record.step, "layers": to_json(record.layers)})
+            self._write("layers.jsonl", {"step": record.step, "layers": to_json(record.layers)})
         if record.cosine_matrix is not None:
             self._matrices += 1
             if is_drawn(self._matrices):
                 matrix = CosineMatrix(record.step, record.direction.method, record.cosine_matrix)
-                self._append("matrices.jsonl", to_json(matrix))
+                self._write("matrices.jsonl", to_json(matrix))
 
     def write_scores(self, scores: Scores) -> None:
         if scores.scores:
-            self._append("scores.jsonl", to_json(scores))
+            self._write("scores.jsonl", to_json(scores))
 
     def write_event(self, event: Event) -> None:
-        self._append("events.jsonl", to_json(written_event(event)))
+        self._write("events.jsonl", to_json(written_event(event)))
+
+    def _write(self, name: str, value: Any) -> None:
+        self._append(name, json.dumps(value, allow_nan=False, ensure_ascii=False))
+
+
+class TraceSink(FileSink):
+    """Appends a line of ``trace.jsonl`` for each traced step, when the next measured one tells what was used of it.
+
+    What is put on the disk is complete but for that: a line written early is written again, which retires it.
+    """
+
+    def __init__(self, output_dir: str | Path) -> None:
+        super().__init__(output_dir)
+        self._head: Head | None = None  # that was written
+        self._waiting: Step | None = None
+        self._early = False  # it was written all the same
+
+    def write(self, record: StepRecord) -> None:
+        traced = record.traced
+        if traced is None:
+            return
+        if self._waiting is not None:
+            known = traced.used is not None and traced.of == self._waiting.step
+            if known or not self._early:
+                self._write(replace(self._waiting, applied=traced.used if known else None))
+        self._waiting, self._early = traced.step, False
+
+    def _write(self, step: Step) -> None:
+        if step.head is not None and step.head is not self._head:
+            self._head = step.head
+            self._append(NAME, write_head(step.head))
+        self._append(NAME, write_step(step))
+
+    def _write_early(self) -> None:
+        if self._waiting is not None and not self._early:
+            self._early = True
+            self._write(self._waiting)
 
     def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
+        self._write_early()
+        super().flush()
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _append(self, name: str, value: Any) -> None:
-        if name not in self._files:
-            self._files[name] = LineFile(self._directory / name)
-        self._files[name].append(json.dumps(value, allow_nan=False, ensure_ascii=False))
+        try:
+            self._write_early()
+        finally:
+            super().close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

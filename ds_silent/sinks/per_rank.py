@@ -30,9 +30,10 @@ import numpy.typing as npt
 
 from ds_silent.metrics import RANK_METRICS
 from ds_silent.records import StepRecord
-from ds_silent.sinks.base import Sink, logger
-from ds_silent.sinks.files import MOST_RANKS, AppendedFile
+from ds_silent.sinks.base import logger
+from ds_silent.sinks.files import MOST_RANKS, AppendedFile, FileSink
 
+NAME = "per_rank.bin"
 MAGIC, VERSION = b"dssranks", 1
 MARK = b"STEP"
 COLUMNS = tuple(metric.name for metric in RANK_METRICS)
@@ -73,15 +74,11 @@ class _StepBlock:
         return self.begins + 4 * self.ranks * self.columns.bit_count()
 
 
-class PerRankSink(Sink):
-    """Appends to ``per_rank.bin`` of ``output_dir``, which comes with the first record of more than ``MOST_RANKS``.
+class PerRankSink(FileSink):
+    """Appends to ``per_rank.bin`` of a directory, which comes with the first record of more than ``MOST_RANKS``.
 
     A sink of its own: what goes wrong here costs no line of ``metrics.jsonl``.
     """
-
-    def __init__(self, output_dir: str | Path) -> None:
-        self._path = Path(output_dir) / "per_rank.bin"
-        self._file: AppendedFile | None = None
 
     def write(self, record: StepRecord) -> None:
         """Write one step's values; nothing where the ranks are few, or nothing was measured.
@@ -90,16 +87,8 @@ class PerRankSink(Sink):
         """
         data = block_of(record) if record.world_size > MOST_RANKS else b""
         if data:
-            self._file = self._file or _opened(self._path)
-            self._file.write(data)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+            self._files = self._files or {NAME: _opened(self._directory / NAME)}
+            self._files[NAME].write(data)
 
 
 def block_of(record: StepRecord) -> bytes:

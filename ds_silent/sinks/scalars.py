@@ -1,8 +1,6 @@
 """Draw the numbers of a record as curves: their tags and values, and the sink for DeepSpeed's own monitor.
 
-curves = RankCurves()
-curves.write_event(event)          # the ranks that it names have curves of their own from now on
-curves.of(record)                  # [("silent/loss/mean", 2.31), ...]
+scalars(record)                    # [("silent/loss/mean", 2.31), ...]
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ MonitorWrite = Callable[[list[tuple[str, float, int]]], None]
 """``engine.monitor.write_events`` (deepspeed/monitor/monitor.py, 0.12-0.19): (tag, value, x) of each point."""
 
 
-class RankCurves:
-    """Which ranks have curves of their own where not all have: those that an event has named, the first 16 of them."""
+class CurvesSink(Sink):
+    """Remembers which ranks have curves of their own where not all have: the first 16 that events have named."""
 
     def __init__(self) -> None:
         self._named: dict[int, None] = {}  # in the order in which they were named
@@ -35,10 +33,6 @@ class RankCurves:
         for rank in event.ranks if len(event.ranks) <= SHOWN_RANKS else ():
             if len(self._named) < MAX_RANKS_DRAWN:
                 self._named[rank] = None
-
-    def of(self, record: StepRecord) -> list[tuple[str, float]]:
-        """Return the :func:`scalars` of a record."""
-        return scalars(record, self._named)
 
 
 def scalars(record: StepRecord, named: Iterable[int] = ()) -> list[tuple[str, float]]:
@@ -63,7 +57,7 @@ def scalars(record: StepRecord, named: Iterable[int] = ()) -> list[tuple[str, fl
 _OF_LAYERS = ("mean_cosine", "mean_norm", "norm_cv")
 
 
-class MonitorSink(Sink):
+class MonitorSink(CurvesSink):
     """Hands the scalars to DeepSpeed's own monitor (TensorBoard, Weights & Biases, CSV, Comet), where there is one.
 
     The x-axis is the monitor's own: samples, not steps. On the training thread, unlike the other sinks: the engine
@@ -72,15 +66,13 @@ class MonitorSink(Sink):
     """
 
     def __init__(self, write_events: MonitorWrite, label: str | None = None) -> None:
-        self._write_events, self._curves = write_events, RankCurves()
+        super().__init__()
+        self._write_events = write_events
         self._prefix = "" if label is None else f"{label}/"
 
     def write(self, record: StepRecord) -> None:
         # Not every backend takes NaN (CSV readers, Comet), and the JSON lines keep it anyway.
-        values = self._curves.of(record)
+        values = scalars(record, self._named)
         points = [(self._prefix + tag, value, record.samples) for tag, value in values if math.isfinite(value)]
         if points:
             self._write_events(points)
-
-    def write_event(self, event: Event) -> None:
-        self._curves.write_event(event)

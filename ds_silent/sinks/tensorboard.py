@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.metrics import CHARTS, METRICS, RANK_METRICS
 from ds_silent.records import Event, StepRecord
-from ds_silent.sinks.base import Sink, SinkError
+from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.files import MOST_RANKS, is_drawn, make_directory
-from ds_silent.sinks.scalars import MAX_RANKS_DRAWN, RankCurves
+from ds_silent.sinks.scalars import MAX_RANKS_DRAWN, CurvesSink, scalars
 from ds_silent.text import one_line
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ FLUSH_SECONDS = 10  # what a killed run loses here at most; metrics.jsonl loses 
 COUNTED = ("error", "warning")  # events of these have a curve beside the others
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink(CurvesSink):
     """Writes event files into ``log_dir``, which is created and tried at once; the file comes with the first record.
 
     ``resume_step``: the last step of the checkpoint; later points of the earlier run disappear from the curves. None:
@@ -40,13 +40,13 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, log_dir: str | Path, *, resume_step: int | None = None) -> None:
+        super().__init__()
         self._writer_type = summary_writer_type()
         self._log_dir = Path(log_dir)
         make_directory(self._log_dir)
         self._purge_step = None if resume_step is None else resume_step + 1
         self._writer: SummaryWriter | None = None
         self._early_events: list[Event] = []
-        self._curves = RankCurves()
         self._pictures = 0
         self._of_many: bool | None = None  # whether the charts in the file are those of many ranks
         self._counted = dict.fromkeys(COUNTED, 0)
@@ -60,7 +60,7 @@ class TensorBoardSink(Sink):
         if of_many != self._of_many:  # elastic training may change it
             self._of_many = of_many
             _add_layout(writer, of_many)
-        _add_scalars(writer, [*self._curves.of(record), *self._counts()], record.step)
+        _add_scalars(writer, [*scalars(record, self._named), *self._counts()], record.step)
         self._draw(writer, record)
 
     def _counts(self) -> list[tuple[str, float]]:
@@ -84,7 +84,7 @@ class TensorBoardSink(Sink):
             writer.add_image(f"silent/direction/{tag}", image, record.step, dataformats="HWC")
 
     def write_event(self, event: Event) -> None:
-        self._curves.write_event(event)
+        super().write_event(event)
         if event.severity in self._counted:
             self._counted[event.severity] += 1
         if self._writer is None and self._purge_step is None:
@@ -135,13 +135,13 @@ def _add_text(writer: SummaryWriter, event: Event) -> None:
     writer.add_text(f"silent/events/{re.sub(r'[^a-z0-9-]', '_', event.kind)}", event_markdown(event), event.step)
 
 
-def _add_scalars(writer: SummaryWriter, scalars: list[tuple[str, float]], step: int) -> None:
+def _add_scalars(writer: SummaryWriter, values: list[tuple[str, float]], step: int) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     summary = Summary()
-    for tag, value in scalars:
+    for tag, value in values:
         summary.value.add(tag=tag, simple_value=value)
-    _add_summary(writer, summary, step)
+    _file_of(writer).add_summary(summary, step)
 
 
 def _begin_again(writer: SummaryWriter, step: int) -> None:
@@ -149,8 +149,7 @@ def _begin_again(writer: SummaryWriter, step: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event as WrittenEvent
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
-    file_writer: Any = writer.file_writer  # add_event is public too
-    file_writer.add_event(WrittenEvent(session_log=SessionLog(status=SessionLog.START)), step)
+    _file_of(writer).add_event(WrittenEvent(session_log=SessionLog(status=SessionLog.START)), step)
 
 
 def _add_layout(writer: SummaryWriter, of_many: bool) -> None:
@@ -164,13 +163,12 @@ def _add_layout(writer: SummaryWriter, of_many: bool) -> None:
     summary, described = Summary(), create_summary_metadata().SerializeToString()
     value = summary.value.add(tag=CONFIG_SUMMARY_TAG, tensor=tensor)
     value.metadata.ParseFromString(described)
-    _add_summary(writer, summary, None)
+    _file_of(writer).add_summary(summary, None)
 
 
-def _add_summary(writer: SummaryWriter, summary: Any, step: int | None) -> None:
-    # SummaryWriter.file_writer is a public attribute and add_summary a public method of it (torch 2.4-2.13).
-    file_writer: Any = writer.file_writer
-    file_writer.add_summary(summary, step)
+def _file_of(writer: SummaryWriter) -> Any:
+    """Return what add_summary and add_event are public methods of, as it is a public attribute (torch 2.4-2.13)."""
+    return writer.file_writer
 
 
 def event_markdown(event: Event) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_silent.sinks.trace_file import TraceSink
+from ds_silent.sinks.jsonl import TraceSink
 from ds_silent.trace import (
     Gradient,
     Head,

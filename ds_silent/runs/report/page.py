@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -27,7 +26,7 @@ from ds_silent.runs.report.figures import PlotContext, plot_context
 from ds_silent.runs.report.svg import Panel
 from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
 from ds_silent.runs.verdict import RunVerdict, verdict_of
-from ds_silent.text import printable
+from ds_silent.text import mistake, printable
 
 MOST_RUNS = 12
 """Of one page."""
@@ -112,8 +111,7 @@ def report_command(runs: Sequence[str], output: str | None) -> int:
     try:
         path, verdicts = write_report(runs, output)
     except ReadingError as error:
-        print(f"ds-silent: {error}", file=sys.stderr)
-        return 2
+        return mistake(error)
     said = verdicts[0].sentence
     if len(verdicts) > 1:
         said = f"{len(verdicts)} runs, {sum(one.severity in ('error', 'warning') for one in verdicts)} with an alarm"

@@ -28,7 +28,7 @@ from ds_silent.runs.lines import METRICS
 from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
 from ds_silent.sinks.run_directory import newest_run
-from ds_silent.text import printable
+from ds_silent.text import mistake, printable
 
 try:
     import termios
@@ -70,13 +70,13 @@ def watch_command(
     """
     seconds = None if stale is None else 60.0 * stale
     if Path(run).is_file():
-        return _mistake(f"{run!a} is a file; give a directory, the output_dir of a run")
+        return mistake(f"{run!a} is a file; give a directory, the output_dir of a run")
     newest = os.fspath(newest_run(Path(run)))
     if newest != os.fspath(Path(run)):
         print(f"ds-silent: {run!a} holds several runs; this is the newest, {newest!a}", file=sys.stderr)
         run = newest
     if alert and (once or as_json):
-        return _mistake("--alert follows a run, so it goes with neither --once nor --json; leave them out")
+        return mistake("--alert follows a run, so it goes with neither --once nor --json; leave them out")
     try:
         if alert:
             return _alerting(run, every, seconds, alert)
@@ -87,11 +87,6 @@ def watch_command(
         return INTERRUPTED
 
 
-def _mistake(sentence: str) -> int:
-    print(f"ds-silent: {sentence}", file=sys.stderr)
-    return 2
-
-
 def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str]) -> int:
     from ds_silent.alerts.sink import FollowedEvents  # slow: only those who want it pay
     from ds_silent.config import ConfigError
@@ -99,7 +94,7 @@ def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str])
     try:
         alerts = FollowedEvents(alert, run)
     except ConfigError as error:
-        return _mistake(str(error))
+        return mistake(error)
     watched = Watched(run, alerts.line)
     try:
         if can_draw():
