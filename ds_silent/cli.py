@@ -357,8 +357,7 @@ def bisect(
 
     Exit status: 0 no release parts, 1 one does, 2 a mistake in what was typed, or a training that does not run.
     """
-    from ds_silent.commands.bisect import BisectOptions, bisect_command
+    from ds_silent.commands.bisect import bisect_command
 
-    given = tuple(filter(None, (version.strip() for version in (versions or "").split(","))))
-    options = BisectOptions(good, bad, given, directory, tolerance, json_path)
-    raise typer.Exit(bisect_command(package, options, command))
+    given = list(filter(None, (version.strip() for version in (versions or "").split(","))))
+    raise typer.Exit(bisect_command(package, command, good, bad, given, directory, tolerance, json_path))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -36,56 +35,48 @@ ENDS = 60.0
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class BisectOptions:
-    """As typed.
-
-    Attributes:
-        good, bad: releases; the training of ``good`` is the one that is right.
-        versions: the releases to choose from; empty: all that pip knows between the two.
-        directory: of the records of each release, and the releases themselves.
-    """
-
-    good: str
-    bad: str
-    versions: tuple[str, ...] = ()
-    directory: str = "runs/bisect"
-    tolerance: float | None = None
-    json_path: str | None = None
-
-
-def bisect_command(package: str, options: BisectOptions, command: Sequence[str]) -> int:
-    """Train with one release after the other, and print which is the first that parts."""
+def bisect_command(
+    package: str,
+    command: Sequence[str],
+    good: str,
+    bad: str,
+    versions: Sequence[str],
+    directory: str,
+    tolerance: float | None,
+    json_path: str | None,
+) -> int:
+    """Train with one release after the other, and print which is the first that parts; ``versions``: empty for all."""
     try:
-        releases = _releases(package, options)
+        releases = [good, *(version for version in versions if version not in (good, bad)), bad]
+        if not versions:
+            releases = releases_between(package, good, bad)
         if not command:
             raise ImpossibleError(
                 "name the training behind --, as: -- torchrun --nproc_per_node 2 -m ds_silent train.py"
             )
-        directory = Path(options.directory) / package
-        train = partial(_train, package, directory, command, _block())
+        train = partial(_train, package, Path(directory) / package, command, _block())
         console = Console(highlight=False)
-        say(console, f"{package} {options.good}: trains")
-        right = train(options.good)
+        say(console, f"{package} {good}: trains")
+        right = train(good)
 
         def compared(release: str) -> TrainingComparison:
             try:
-                one = compare(right, train(release), tolerance=options.tolerance)
+                one = compare(right, train(release), tolerance=tolerance)
             except ImpossibleError as error:
-                if release != options.bad:  # whose error ends the search, and is its answer
+                if release != bad:  # whose error ends the search, and is its answer
                     say(console, f"{package} {release}: left out, {error}")
                 raise
             say(console, f"{package} {release}: {one.sentence}")
             return one
 
         found = first_that_parts(releases, compared)
-        if options.json_path is not None:
-            Path(options.json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
+        if json_path is not None:
+            Path(json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:
         return mistake(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
-    _print_found(package, options.good, releases, found, console)
+    _print_found(package, good, releases, found, console)
     return TOGETHER if found.first is None else PARTED
 
 
@@ -96,13 +87,6 @@ def answer(package: str, good: str, found: Bisection) -> str:
     between = f" ({len(found.skipped)} between could not run)" if found.skipped else ""
     where = found.comparisons[found.first].sentence
     return f"{package} {found.first} is the first release that parts from {good}{between}: {where}"
-
-
-def _releases(package: str, options: BisectOptions) -> list[str]:
-    if not options.versions:
-        return releases_between(package, options.good, options.bad)
-    given = [version for version in options.versions if version not in (options.good, options.bad)]
-    return [options.good, *given, options.bad]
 
 
 def _block() -> dict[str, Any]:

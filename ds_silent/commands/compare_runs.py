@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 
@@ -36,12 +37,7 @@ class CompareOptions:
 
 
 def compare_command(runs: Sequence[str], golden: str | None, options: CompareOptions) -> int:
-    """Print the answer and write what was asked for; return the exit status.
-
-    Args:
-        runs: A, B and perhaps a repetition of A; without A where ``golden`` is A.
-        golden: the pinned baseline.
-    """
+    """Print the answer and write what was asked for; return the exit status. ``golden``: takes the place of A."""
     given = [*([golden] if golden is not None else []), *runs]
     try:
         if not 2 <= len(given) <= 3:
@@ -57,9 +53,9 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
         if options.junit_path is not None:
             write_junit(found, options.junit_path)
         if options.page is not None:
-            from ds_silent.runs.report.comparison_page import write_comparison  # jinja2, for those who ask for it
+            from ds_silent.runs.report.page import comparison_page  # jinja2, for those who ask for it
 
-            write_comparison(found, options.page)
+            Path(options.page).write_text(comparison_page(found), encoding="utf-8")
     except (ComparisonError, TraceError, ReadingError) as error:
         return mistake(printable(str(error)))
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,19 +46,18 @@ def matrix_image(matrix: Matrix, *, step: int, method: str | None = None) -> Pic
     title = f"cosine between the ranks' gradients\nstep {step}{f', {method}' if method else ''}"
     if per_cell > 1:
         title += f"; of each {per_cell} x {per_cell} ranks the oddest pair"
-    drawn = _figure(blocks_of(values, per_cell), title)
-    if drawn is None:
-        return None
-    axes, canvas = drawn
-    for set_ticks, labels in ((axes.set_xticks, MAX_LABELS_BELOW), (axes.set_yticks, MAX_LABELS)):
-        ticks = range(0, ranks, ranks // labels if ranks > MAX_LABELS else 1)
-        set_ticks([rank / per_cell for rank in ticks], [str(rank) for rank in ticks], fontsize=_LABEL)
-    axes.set_xlabel("rank", fontsize=_LABEL)
-    axes.set_ylabel("rank", fontsize=_LABEL)
-    for (row, column), value in np.ndenumerate(values) if ranks <= MAX_RANKS_WITH_VALUES else ():
-        size, colour = min(14.0, 110.0 / ranks), "white" if abs(value) > 0.6 else "black"
-        axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=size, color=colour)
-    return _pixels(canvas)
+
+    def label(axes: Any) -> None:
+        for set_ticks, labels in ((axes.set_xticks, MAX_LABELS_BELOW), (axes.set_yticks, MAX_LABELS)):
+            ticks = range(0, ranks, ranks // labels if ranks > MAX_LABELS else 1)
+            set_ticks([rank / per_cell for rank in ticks], [str(rank) for rank in ticks], fontsize=_LABEL)
+        axes.set_xlabel("rank", fontsize=_LABEL)
+        axes.set_ylabel("rank", fontsize=_LABEL)
+        for (row, column), value in np.ndenumerate(values) if ranks <= MAX_RANKS_WITH_VALUES else ():
+            size, colour = min(14.0, 110.0 / ranks), "white" if abs(value) > 0.6 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=size, color=colour)
+
+    return _drawn(blocks_of(values, per_cell), title, label)
 
 
 def ranks_image(cosines: Sequence[float], *, step: int) -> Picture | None:
@@ -73,22 +72,21 @@ def ranks_image(cosines: Sequence[float], *, step: int) -> Picture | None:
     odd = oddest(values)
     named = ", ".join(f"{rank} ({values[rank]:.2f})" for rank in odd[:2])
     title = f"each rank's cosine with the mean of the others\nstep {step}; oddest: {named}"
-    drawn = _figure(cells.reshape(-1, width), title, aspect="auto")
-    if drawn is None:
-        return None
-    axes, canvas = drawn
-    rows = len(cells) // width
-    lines = range(0, rows, -(-rows // MAX_LABELS))
-    columns = range(0, width, -(-width // MAX_LABELS_BELOW))
-    axes.set_yticks(lines, [str(line * width) for line in lines], fontsize=_LABEL)
-    axes.set_xticks(columns, [f"+{column}" for column in columns], fontsize=_LABEL)
-    axes.set_xlabel("rank = line + column", fontsize=_LABEL)
-    from matplotlib.patches import Rectangle
 
-    for rank in odd:
-        corner = (rank % width - 0.5, rank // width - 0.5)
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.5))
-    return _pixels(canvas)
+    def label(axes: Any) -> None:
+        from matplotlib.patches import Rectangle
+
+        rows = len(cells) // width
+        lines = range(0, rows, -(-rows // MAX_LABELS))
+        columns = range(0, width, -(-width // MAX_LABELS_BELOW))
+        axes.set_yticks(lines, [str(line * width) for line in lines], fontsize=_LABEL)
+        axes.set_xticks(columns, [f"+{column}" for column in columns], fontsize=_LABEL)
+        axes.set_xlabel("rank = line + column", fontsize=_LABEL)
+        for rank in odd:
+            corner = (rank % width - 0.5, rank // width - 0.5)
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.5))
+
+    return _drawn(cells.reshape(-1, width), title, label, aspect="auto")
 
 
 def blocks_of(values: Floats, per_cell: int) -> Floats:
@@ -129,8 +127,8 @@ def _from_the_usual(values: Floats, counted: NDArray[np.bool_]) -> Floats:
     return np.where(finite, np.abs(values - usual), np.inf)
 
 
-def _figure(cells: Floats, title: str, aspect: str = "equal") -> tuple[Any, Any] | None:
-    """Return axes with the cells on them, and the canvas; None where there is no matplotlib."""
+def _drawn(cells: Floats, title: str, label: Callable[[Any], None], aspect: str = "equal") -> Picture | None:
+    """Return a picture of the cells, to whose axes ``label`` has been applied; None where there is no matplotlib."""
     if not installed("matplotlib"):
         _note()
         return None
@@ -146,10 +144,7 @@ def _figure(cells: Floats, title: str, aspect: str = "equal") -> tuple[Any, Any]
     axes.set_title(title, fontsize=_TITLE)
     bar: Any = figure.colorbar(image, cax=figure.add_axes((0.86, 0.20, 0.03, 0.58)), ticks=[-1, -0.5, 0, 0.5, 1])
     bar.ax.tick_params(labelsize=_LABEL)
-    return axes, canvas
-
-
-def _pixels(canvas: Any) -> Picture:
+    label(axes)
     canvas.draw()
     return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 

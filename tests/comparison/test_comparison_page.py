@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_silent.comparison import compare
-from ds_silent.runs.report.comparison_page import comparison_page
+from ds_silent.runs.report.page import comparison_page
 from tests.comparison.conftest import Trained
 from tests.comparison.test_command import compare as command
 from tests.support.pages import ROOT

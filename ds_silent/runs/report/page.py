@@ -1,4 +1,4 @@
-"""Make one page of some runs that needs nothing else; and ``ds-silent report``.
+"""Make one page of some runs, or of a comparison, that needs nothing else; and ``ds-silent report``.
 
 html = page_of([run, other])             # pure
 write_report(["runs/my-run"])            # beside its records
@@ -18,20 +18,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
+from ds_silent.comparison.output import COLUMNS, STATES, cells, lists_of
+from ds_silent.comparison.result import PHRASES, LinkResult, TrainingComparison
 from ds_silent.runs.lines import METRICS, Metric
 from ds_silent.runs.report import figures, heat, tables
+from ds_silent.runs.report.axis import Axis, binned
 from ds_silent.runs.report.figures import PlotContext, plot_context
-from ds_silent.runs.report.svg import Panel
+from ds_silent.runs.report.svg import Mark, Panel, Series, chart
 from ds_silent.runs.run import ReadingError, RunRecords, find_runs, read_run
 from ds_silent.runs.verdict import RunVerdict, verdict_of
-from ds_silent.text import mistake, printable
+from ds_silent.text import mistake, one_line, printable
 
 MOST_RUNS = 12
 """Of one page."""
 PAGE = "report.html"
 _SIGNS = {"error": "✕", "warning": "!", "ok": "✓", "unknown": "?", "info": "i"}
+_OURS = {"style": "page.css", "script": "page.js"}
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
 _BY_RANK: tuple[Metric, ...] = ("norm", "cosine", "loss")
 Draw = Callable[[PlotContext], Panel | list[tuple[str, Panel]] | None]
@@ -68,7 +73,10 @@ def page_of(runs: Sequence[RunRecords]) -> str:
     numbers = {id(panel): place for place, (_, _, panel) in enumerate(drawn)}
     headline = _headline([view.verdict for view in views])
     order = ("error", "warning", "unknown", "ok")
-    return template("page.html").render(
+    return _rendered(
+        "page.html",
+        "style",
+        "script",
         title=f"{headline} · ds_silent",
         parts=parts,
         topics=topics,
@@ -76,9 +84,6 @@ def page_of(runs: Sequence[RunRecords]) -> str:
         worst=min((view.verdict.severity for view in views), key=order.index, default="unknown"),
         number=lambda panel: numbers[id(panel)],
         data=_data(views, parts, [{"run": number, "title": title, **panel.data} for number, title, panel in drawn]),
-        style=Markup(text_of("page.css")),  # ours
-        script=Markup(text_of("page.js")),
-        policy=policy("page.css", "page.js"),
         several=len(parts) > 1,
     )
 
@@ -226,25 +231,63 @@ def _headline(verdicts: Sequence[RunVerdict]) -> str:
     return f"{wrong} of {len(verdicts)} runs {'has' if wrong == 1 else 'have'} an alarm."
 
 
-def template(name: str) -> jinja2.Template:
-    """Return a page's template: everything that it is given is escaped, and nothing may be missing."""
-    strict, files = jinja2.StrictUndefined, jinja2.FunctionLoader(text_of)
+# -- A comparison of two trainings: only what differs, and each link's curve with what rounding allows -----------------
+
+
+def comparison_page(found: TrainingComparison) -> str:
+    """Return the page; its text is escaped, and it holds no script."""
+    drawn = (one for one in found.links if one.link not in ("rows", "rates"))
+    differing = [one for one in drawn if any(size > 0.0 for _, size, _ in one.curve)]
+    return _rendered(
+        "comparison.html",
+        "style",
+        title=f"{'Parted' if found.parted else 'Not parted'} · ds_silent compare",
+        worst="error" if found.parted else "ok",
+        headline=one_line(found.sentence),
+        runs=[("A", one_line(found.a)), ("B", one_line(found.b))],
+        columns=COLUMNS,
+        rows=[(one.state, cells(one)) for one in found.links],
+        lists=lists_of(found),
+        same=[PHRASES[one.link] for one in found.links if one.state == "equal"],
+        panels=[(PHRASES[one.link], STATES[one.state], _differences(one, found.step)) for one in differing],
+    )
+
+
+def _differences(one: LinkResult, parted: int | None) -> Markup:
+    """Draw the differences and what was allowed, on a logarithmic scale; what is 0 is not drawn."""
+    steps = np.array([step for step, *_ in one.curve], dtype=np.int64)
+    values = np.array([both for _, *both in one.curve], dtype=np.float64)
+    axis = Axis.of(steps)
+    size, allowed = (binned(axis, steps, np.where(column > 0.0, column, np.nan)) for column in values.T)
+    series = [Series("difference", size, tone="a"), Series("allowed", allowed, "dash", tone="quiet")]
+    marks = [] if parted is None else [Mark(parted, "error")]
+    return chart(axis, series, f"{PHRASES[one.link]}: relative difference by step", log=True, marks=marks).markup
+
+
+# -- What both pages are made of ---------------------------------------------------------------------------------------
+
+
+def _rendered(template: str, *kinds: str, **values: Any) -> str:
+    """Return the page of a template, with our style, and perhaps our script.
+
+    All that it is given is escaped, and nothing may be missing. Its policy admits these two and pictures alone.
+    """
+    ours = {kind: _text_of(_OURS[kind]) for kind in kinds}
+    hashes = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()) for kind, text in ours.items()}
+    sources = "; ".join(f"{kind}-src 'sha256-{digest.decode('ascii')}'" for kind, digest in hashes.items())
+    policy = f"default-src 'none'; {sources}; img-src data:; base-uri 'none'; form-action 'none'"
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict, loader=files
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(_text_of),
     )
     environment.filters["gist"] = gist
     environment.globals["signs"] = _SIGNS
-    return environment.get_template(name)
+    safe = {kind: Markup(text) for kind, text in ours.items()}
+    return environment.get_template(template).render(policy=policy, **safe, **values)
 
 
-def policy(style: str, script: str | None = None) -> str:
-    """Return a policy that admits a page's own style, script and pictures alone."""
-    given = (("style", style), *([("script", script)] if script else []))
-    hashes = ((kind, base64.b64encode(hashlib.sha256(text_of(name).encode()).digest())) for kind, name in given)
-    own = "; ".join(f"{kind}-src 'sha256-{digest.decode('ascii')}'" for kind, digest in hashes)
-    return f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
-
-
-def text_of(name: str) -> str:
-    """Read a file of this folder."""
+def _text_of(name: str) -> str:
     return resources.files("ds_silent.runs.report").joinpath(name).read_text(encoding="utf-8")
