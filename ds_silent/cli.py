@@ -21,15 +21,15 @@ import typer
 from ds_silent.text import mistake
 
 
-def _option(default: Any, about: str, metavar: str | None = None, *names: str, **bounds: Any) -> Any:
+def _option(about: str, metavar: str | None = None, *names: str, default: Any = None, **bounds: Any) -> Any:
     return typer.Option(default, *names, help=about, metavar=metavar, **bounds)
 
 
-def _argument(default: Any, about: str, metavar: str) -> Any:
+def _argument(about: str, metavar: str, default: Any = ...) -> Any:
     return typer.Argument(default, help=about, metavar=metavar)
 
 
-_JSON_PATH = _option(None, "Write everything to this file too.", "FILE", "--json")
+_JSON_PATH = _option("Write everything to this file too.", "FILE", "--json")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -47,14 +47,12 @@ def main() -> None:
 @app.command()
 def check(
     ds_config: list[str] = _argument(
-        ...,
-        "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.",
-        "DS_CONFIG...",
+        "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.", "DS_CONFIG..."
     ),
     world_size: int | None = _option(
-        None, "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
+        "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
     ),
-    parameters: int | None = _option(None, "Trainable parameters of the model, for the exact method.", "N", min=1),
+    parameters: int | None = _option("Trainable parameters of the model, for the exact method.", "N", min=1),
 ) -> None:
     """Say what a configuration will measure, send and keep; nothing is started.
 
@@ -106,24 +104,18 @@ def check(
 @app.command()
 def drill(
     config: str | None = _option(
-        None,
-        "Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.",
-        "FILE",
+        "Your ds_config.json, or a file with the block alone; without it an empty block, fp32, ZeRO stage 0.", "FILE"
     ),
-    framework: str = _option("deepspeed", "Who trains: deepspeed, ddp, fsdp2 or megatron.", "FRAMEWORK"),
-    fault: list[str] | None = _option(None, "Only this fault; may be given several times. --list names them.", "NAME"),
-    list_faults: bool = _option(False, "Name the faults and end.", None, "--list"),
-    ranks: int = _option(4, "Processes on this machine's CPU; at least 3, to outvote one.", "N", min=3, max=64),
-    rank: int = _option(2, "The rank that most faults strike.", "RANK", min=0),
-    steps: int | None = _option(None, "Longest training, in optimizer steps; 400 unless given.", "N", min=1),
+    framework: str = _option("Who trains: deepspeed, ddp, fsdp2 or megatron.", "FRAMEWORK", default="deepspeed"),
+    fault: list[str] | None = _option("Only this fault; may be given several times. --list names them.", "NAME"),
+    list_faults: bool = _option("Name the faults and end.", None, "--list", default=False),
+    ranks: int = _option("Processes on this machine's CPU; at least 3, to outvote one.", "N", default=4, min=3, max=64),
+    rank: int = _option("The rank that most faults strike.", "RANK", default=2, min=0),
+    steps: int | None = _option("Longest training, in optimizer steps; 400 unless given.", "N", min=1),
     stage: int | None = _option(
-        None,
-        "ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.",
-        "0-3",
-        min=0,
-        max=3,
+        "ZeRO stage instead of the configuration's; with megatron 1 is its distributed optimizer.", "0-3", min=0, max=3
     ),
-    dtype: str | None = _option(None, "fp32 or bf16 instead of the configuration's.", "DTYPE"),
+    dtype: str | None = _option("fp32 or bf16 instead of the configuration's.", "DTYPE"),
     json_path: str | None = _JSON_PATH,
 ) -> None:
     """Inject faults into short trainings on the CPU: is each found, with the right kind and ranks?
@@ -152,25 +144,22 @@ def drill(
 @app.command()
 def numerics(
     gradients: str | None = _option(
-        None,
         "Your own gradients: one safetensors file per rank, same names and shapes, from before the "
         "reduction. Without it a small model of its own, on real rows.",
         "DIR",
     ),
     world_size: list[int] | None = _option(
-        None, "Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", "N", min=2, max=64
+        "Ranks to reduce over; may be given several times. Default: 2, 4 and 8.", "N", min=2, max=64
     ),
-    dtype: list[str] | None = _option(
-        None, "fp32, bf16 or fp16; may be given several times. Default: all three.", "DTYPE"
-    ),
-    steps: int = _option(20, "Length of the trainings that show the weights; 0: none.", "N", min=0, max=1000),
-    rounds: int = _option(20, "Timed all-reduces of each dtype; 0: none.", "N", min=0, max=1000),
-    processes: bool = _option(True, "Start real processes, for gloo's own bits and for the time."),
-    elements: int | None = _option(None, "Size of the timed all-reduces; default: the gradient's.", "N", min=1),
+    dtype: list[str] | None = _option("fp32, bf16 or fp16; may be given several times. Default: all three.", "DTYPE"),
+    steps: int = _option("Length of the trainings that show the weights; 0: none.", "N", default=20, min=0, max=1000),
+    rounds: int = _option("Timed all-reduces of each dtype; 0: none.", "N", default=20, min=0, max=1000),
+    processes: bool = _option("Start real processes, for gloo's own bits and for the time.", default=True),
+    elements: int | None = _option("Size of the timed all-reduces; default: the gradient's.", "N", min=1),
     loss_scale: float | None = _option(
-        None, "For fp16; default: where dynamic loss scaling settles. 1: none.", "SCALE", min=1.0
+        "For fp16; default: where dynamic loss scaling settles. 1: none.", "SCALE", min=1.0
     ),
-    seed: int = _option(1, "Of the small model's weights, rows and dropout.", "N", min=0),
+    seed: int = _option("Of the small model's weights, rows and dropout.", "N", default=1, min=0),
     json_path: str | None = _JSON_PATH,
 ) -> None:
     """Measure how far fp32, bf16 and fp16 reductions are from the float64 mean: what is rounding, what is a fault?
@@ -193,7 +182,7 @@ def numerics(
 
 @app.command()
 def doctor(
-    output_dir: str = _option("runs/silent", "Where records are to be written; nothing is left there.", "DIR"),
+    output_dir: str = _option("Where records are to be written; nothing is left there.", "DIR", default="runs/silent"),
     json_path: str | None = _JSON_PATH,
 ) -> None:
     """Look this machine over: what is missing or doubtful for a watched training?
@@ -210,17 +199,14 @@ def doctor(
 
 @app.command()
 def watch(
-    run: str = _argument(..., "Directory of a run, the output_dir of its block.", "RUN"),
+    run: str = _argument("Directory of a run, the output_dir of its block.", "RUN"),
     once: bool = _option(
-        False, "Print what is known now as text, and end; so does an output to a file.", None, "--once"
+        "Print what is known now as text, and end; so does an output to a file.", None, "--once", default=False
     ),
-    as_json: bool = _option(False, "Print it as JSON, and end.", None, "--json"),
-    stale: float | None = _option(
-        None, "Exit with 4 if no record was written for so many minutes.", "MINUTES", min=0.0
-    ),
-    every: float = _option(1.0, "Seconds between two looks at the files.", "SECONDS", min=0.1, max=3600.0),
+    as_json: bool = _option("Print it as JSON, and end.", None, "--json", default=False),
+    stale: float | None = _option("Exit with 4 if no record was written for so many minutes.", "MINUTES", min=0.0),
+    every: float = _option("Seconds between two looks at the files.", "SECONDS", default=1.0, min=0.1, max=3600.0),
     alert: list[str] | None = _option(
-        None,
         "Tell this destination of warnings and errors that come from now on, as the block's alerts do; may be "
         "given several times. env:NAME keeps an address out of the list of processes.",
         "TO",
@@ -240,9 +226,9 @@ def watch(
 @app.command()
 def alert(
     test: list[str] = _option(
-        ..., "A destination as in the block's alerts, best as env:NAME; may be given several times.", "TO"
+        "A destination as in the block's alerts, best as env:NAME; may be given several times.", "TO", default=...
     ),
-    timeout: float = _option(10.0, "Seconds that each may take.", "SECONDS", min=0.1, max=60.0),
+    timeout: float = _option("Seconds that each may take.", "SECONDS", default=10.0, min=0.1, max=60.0),
 ) -> None:
     """Send a test message to the destinations of alerts: webhooks, mail, commands.
 
@@ -255,7 +241,7 @@ def alert(
 
 @app.command()
 def schema(
-    name: str = _argument("block", "block, metrics or events.", "NAME"),
+    name: str = _argument("block, metrics or events.", "NAME", default="block"),
 ) -> None:
     """Print the JSON Schema of the block, or of a line of the records.
 
@@ -273,12 +259,8 @@ def schema(
 
 @app.command()
 def report(
-    runs: list[str] = _argument(
-        ..., "Directories of records (output_dir), or of several runs; side by side.", "RUN..."
-    ),
-    output: str | None = _option(
-        None, "Where the page goes; else report.html beside the run.", "FILE", "--output", "-o"
-    ),
+    runs: list[str] = _argument("Directories of records (output_dir), or of several runs; side by side.", "RUN..."),
+    output: str | None = _option("Where the page goes; else report.html beside the run.", "FILE", "--output", "-o"),
 ) -> None:
     """Write one HTML page of a run: who, where, since when - and what was not checked.
 
@@ -295,32 +277,27 @@ def report(
 @app.command()
 def compare(
     runs: list[str] = _argument(
-        ...,
-        "A and B, and perhaps another run of A's training: directories (output_dir), or trace.jsonl files.",
-        "A B [C]",
+        "A and B, and perhaps another run of A's training: directories (output_dir), or trace.jsonl files.", "A B [C]"
     ),
-    golden: str | None = _option(None, "A pinned baseline that takes the place of A; then only B is named.", "DIR"),
+    golden: str | None = _option("A pinned baseline that takes the place of A; then only B is named.", "DIR"),
     tolerance: float | None = _option(
-        None,
         "Relative difference that is allowed at the first step, where it is more than rounding's bound.",
         "X",
         min=0.0,
         max=0.99,
     ),
     names: str | None = _option(
-        None, 'Names of A and of B, as {"name in A": "name in B"}, of tensors or parts.', "FILE", "--map"
+        'Names of A and of B, as {"name in A": "name in B"}, of tensors or parts.', "FILE", "--map"
     ),
     json_path: str | None = _JSON_PATH,
-    junit: str | None = _option(None, "Write a JUnit file, one test case per link of the chain.", "FILE"),
+    junit: str | None = _option("Write a JUnit file, one test case per link of the chain.", "FILE"),
     curves: bool = _option(
-        False, "Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves"
+        "Compare the metrics of all steps instead, with intervals; no trace is needed.", None, "--curves", default=False
     ),
     only_answer: bool = _option(
-        False, "Print the one sentence alone, for CI; the exit status is the same.", None, "--assert"
+        "Print the one sentence alone, for CI; the exit status is the same.", None, "--assert", default=False
     ),
-    page: str | None = _option(
-        None, "Write a page: only what differs, and each link's curve with what is allowed.", "FILE"
-    ),
+    page: str | None = _option("Write a page: only what differs, and each link's curve with what is allowed.", "FILE"),
 ) -> None:
     """Say where two trainings part: the first step, layer and link of the chain, by which factor, and why.
 
@@ -338,15 +315,15 @@ def compare(
 
 @app.command()
 def bisect(
-    package: str = _argument(..., "The package whose releases are tried.", "PACKAGE"),
-    command: list[str] = _argument(..., "The training, behind --.", "-- COMMAND..."),
-    good: str = _option(..., "The release whose training is right.", "VERSION"),
-    bad: str = _option(..., "A newer one.", "VERSION"),
+    package: str = _argument("The package whose releases are tried.", "PACKAGE"),
+    command: list[str] = _argument("The training, behind --.", "-- COMMAND..."),
+    good: str = _option("The release whose training is right.", "VERSION", default=...),
+    bad: str = _option("A newer one.", "VERSION", default=...),
     versions: str | None = _option(
-        None, "Releases between them, separated by commas; default: all that pip knows.", "VERSIONS"
+        "Releases between them, separated by commas; default: all that pip knows.", "VERSIONS"
     ),
-    directory: str = _option("runs/bisect", "Where releases and records are kept.", "DIR"),
-    tolerance: float | None = _option(None, "As in compare.", "X", min=0.0, max=0.99),
+    directory: str = _option("Where releases and records are kept.", "DIR", default="runs/bisect"),
+    tolerance: float | None = _option("As in compare.", "X", min=0.0, max=0.99),
     json_path: str | None = _JSON_PATH,
 ) -> None:
     """Train one script with the releases of a package: which is the first that parts, at which step and link?

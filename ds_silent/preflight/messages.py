@@ -80,19 +80,11 @@ def events_of(outcome: PreflightOutcome, step: int = 0) -> list[Event]:
             numbers[id(one.parts)] = alike.setdefault(one.parts, len(alike))
         kind = _KINDS.get(item.name) or _KINDS.get(item.group, "config-mismatch")
         together.setdefault((kind, item.group, item.severity, numbers[id(one.parts)]), []).append(one)
-    events = [
-        Event(
-            step, kind, severity, one.odd, one.item.name, None, None, _sentence(found), remedy_of(one.item.name, kind)
-        )
-        for (kind, _, severity, _), found in together.items()
-        for one in found[:1]
-    ]
+    events = []
+    for (kind, _, severity, _), found in together.items():
+        name, remedy = found[0].item.name, REMEDIES_OF.get(found[0].item.name, _REMEDIES[kind])
+        events.append(Event(step, kind, severity, found[0].odd, name, None, None, _sentence(found), remedy))
     return sorted(events, key=lambda event: list(_STYLES).index(event.severity))
-
-
-def remedy_of(item: str, kind: EventKind) -> str:
-    """Return what to do about an item that differs: its own, else that of the kind of its event."""
-    return REMEDIES_OF.get(item, _REMEDIES[kind])
 
 
 def _sentence(found: Sequence[ItemOutcome]) -> str:

@@ -1,7 +1,6 @@
 """Draw tables of numbers as pictures: ranks by steps, ranks by ranks, layers by steps. Pure.
 
-tables = rank_tables(view)
-panel = rank_heat(view, "norm", tables, shown_ranks(view, tables))     # None where no rank's values are known
+panel = rank_heats(view).get("norm")     # None where no rank's values are known
 """
 
 from __future__ import annotations
@@ -62,12 +61,16 @@ def shown_ranks(view: PlotContext, tables: dict[Metric, Table]) -> list[int]:
     return named + sorted(rest, key=lambda rank: (places[rank].host if rank in places else "", rank))
 
 
-def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows: list[int]) -> Panel | None:
-    """Draw ranks by steps, of one metric."""
-    if name not in tables or not rows:
-        return None
-    table, places = tables[name][rows], view.run.places
-    limit, unit = _limit(tables[name]), METRICS[name].unit
+def rank_heats(view: PlotContext) -> dict[Metric, Panel]:
+    """Draw ranks by steps, of each metric that is known."""
+    tables = rank_tables(view)
+    rows = shown_ranks(view, tables)
+    return {name: _rank_heat(view, name, table, rows) for name, table in tables.items()}
+
+
+def _rank_heat(view: PlotContext, name: Metric, of_all: Table, rows: list[int]) -> Panel:
+    table, places = of_all[rows], view.run.places
+    limit, unit = _limit(of_all), METRICS[name].unit
     labels = [f"{rank} · {places[rank].spot}"[:22] if rank in places else f"rank {rank}" for rank in rows]
     guilty = sum(1 for rank in rows if rank in view.verdict.ranks) if len(view.verdict.ranks) < len(rows) else 0
     values = np.exp(np.clip(table, -80, 80)) if METRICS[name].ratio else table
@@ -77,7 +80,7 @@ def rank_heat(view: PlotContext, name: Metric, tables: dict[Metric, Table], rows
     low, high = f"−{shown(limit, 2)}", f"+{shown(limit, 2)}"
     if METRICS[name].ratio:
         low, high = f"× {shown(math.exp(-limit), 2)}", f"× {shown(math.exp(min(limit, 80)), 2)}"
-    total, note = max(view.run.world_size, len(tables[name])), ""
+    total, note = max(view.run.world_size, len(of_all)), ""
     if len(rows) < total:
         note = f"{len(rows)} of {total:,} ranks: those that were named, then those that stand out most."
     data = {"rows": labels, "unit": unit, "values": _cells(values)}

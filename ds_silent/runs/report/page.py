@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ _SIGNS = {"error": "✕", "warning": "!", "ok": "✓", "unknown": "?", "info": "
 _OURS = {"style": "page.css", "script": "page.js"}
 _SENTENCE = re.compile(r"(?<=[^.\d][.!?])\s+(?=[A-Z])")
 _BY_RANK: tuple[Metric, ...] = ("norm", "cosine", "loss")
-Draw = Callable[[PlotContext], Panel | list[tuple[str, Panel]] | None]
+Drawn = Panel | list[tuple[str, Panel]] | None
 """One drawing of a run, or several with their captions."""
 
 
@@ -162,39 +162,36 @@ def _part(number: int, view: PlotContext) -> dict[str, Any]:
 
 
 def _topics(views: Sequence[PlotContext]) -> list[Topic]:
-    by_rank = {id(view): heat.rank_tables(view) for view in views}
-    rows = {id(view): heat.shown_ranks(view, by_rank[id(view)]) for view in views}
-
-    def rank_heat(metric: Metric) -> Draw:
-        return lambda view: heat.rank_heat(view, metric, by_rank[id(view)], rows[id(view)])
-
+    by_rank = [heat.rank_heats(view) for view in views]
+    of_direction = "Cosine of each rank's gradient with the mean of the others."
     of_reduction = "Distance of the reduced gradient from the mean of the ranks' gradients."
-    drawn: list[tuple[str, str, str, Draw]] = [
-        ("loss", "Loss", "Of each rank's own rows.", figures.loss),
-        ("norm", "Gradient norm", "Of each rank's own gradient, before the reduction.", figures.norm),
-        ("cosine", "Gradient direction", "Cosine of each rank's gradient with the mean of the others.", figures.cosine),
-        ("integrity", "Is the reduction right?", of_reduction, figures.integrity),
+    drawn: list[tuple[str, str, str, Iterable[Drawn]]] = [
+        ("loss", "Loss", "Of each rank's own rows.", map(figures.loss, views)),
+        ("norm", "Gradient norm", "Of each rank's own gradient, before the reduction.", map(figures.norm, views)),
+        ("cosine", "Gradient direction", of_direction, map(figures.cosine, views)),
+        ("integrity", "Is the reduction right?", of_reduction, map(figures.integrity, views)),
     ]
     for metric in _BY_RANK:
-        about = f"How far each rank's {metric} is from the median of all."
-        drawn.append((f"ranks-{metric}", f"{METRICS[metric].heading}, rank by rank", about, rank_heat(metric)))
+        heading, about = METRICS[metric].heading, f"How far each rank's {metric} is from the median of all."
+        found = [heats.get(metric) for heats in by_rank]
+        drawn.append((f"ranks-{metric}", f"{heading}, rank by rank", about, found))
     of_scores = "Score over threshold, nearest first. Below 1, the line, chance explains it; above, own rows may."
     of_noise = "The batch, in samples, beyond which more data parallelism hardly helps."
     of_layers = "Of each layer, over the ranks."
+    dispersions, cosines = ([heat.layer_heat(view, which) for view in views] for which in (0, 1))
     drawn += [
-        ("noise", "Noise scale", of_noise, figures.noise_scale),
-        ("scores", "How near each detector was", of_scores, figures.scores),
-        ("coverage", "Rows", "What the ranks have taken of the epoch.", figures.coverage),
-        ("cost", "What observing costs", "Wall time of the writing rank, in seconds.", figures.cost),
-        ("layers-0", "Layers: dispersion of the norm", of_layers, lambda view: heat.layer_heat(view, 0)),
-        ("layers-1", "Layers: mean cosine", of_layers, lambda view: heat.layer_heat(view, 1)),
+        ("noise", "Noise scale", of_noise, map(figures.noise_scale, views)),
+        ("scores", "How near each detector was", of_scores, map(figures.scores, views)),
+        ("coverage", "Rows", "What the ranks have taken of the epoch.", map(figures.coverage, views)),
+        ("cost", "What observing costs", "Wall time of the writing rank, in seconds.", map(figures.cost, views)),
+        ("layers-0", "Layers: dispersion of the norm", of_layers, dispersions),
+        ("layers-1", "Layers: mean cosine", of_layers, cosines),
     ]
     topics = []
-    for name, title, about, draw in drawn:
-        each = [(number, draw(view)) for number, view in enumerate(views)]
+    for name, title, about, of_runs in drawn:
         panels = [
             (number, caption, panel)
-            for number, found in each
+            for number, found in enumerate(of_runs)
             for caption, panel in (found if isinstance(found, list) else [("", found)])
             if panel is not None
         ]

@@ -15,9 +15,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -232,8 +233,8 @@ def look(watched: Watched, name: str, every: float, caught_up: Callable[[], None
     following.start()
     try:
         live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        with Keyboard(sys.stdin) as keyboard, live:
-            _draw_until_left(following, keyboard, live, nothing)
+        with keys_from(sys.stdin) as keys, live:
+            _draw_until_left(following, keys, live, nothing)
     except OSError:  # of the terminal: all others are lines of the picture
         silence_stdout()
     finally:
@@ -252,7 +253,7 @@ def follow(watched: Watched, every: float, caught_up: Callable[[], None]) -> Non
         following.join(TICK)
 
 
-def _draw_until_left(following: Following, keyboard: Keyboard, live: Live, view: Snapshot) -> None:
+def _draw_until_left(following: Following, keys: Keys, live: Live, view: Snapshot) -> None:
     state, glyphs, drawn_at, size = ScreenState(), glyphs_for(sys.stdout.encoding), 0.0, (0, 0)
     while True:
         fresh = following.snapshot
@@ -262,7 +263,7 @@ def _draw_until_left(following: Following, keyboard: Keyboard, live: Live, view:
         if time.monotonic() - drawn_at >= REDRAW or live.console.size != size:
             drawn_at, size = time.monotonic(), live.console.size
             live.update(Group(*draw(view, state, *size, glyphs, time.time())), refresh=True)
-        for key in keyboard.wait(TICK):
+        for key in keys(TICK):
             if key in ("q", "Q", "\x04"):
                 return
             state = state.after(key, max(size[1] // 2, 1), most_scroll(view, state))
@@ -280,37 +281,35 @@ def silence_stdout() -> None:
     os.close(descriptor)
 
 
-class Keyboard:
-    """The keys of a terminal, without Return and without an echo; none where the input is not a terminal."""
+Keys = Callable[[float], list[str]]
+"""Returns the keys that are pressed within so many seconds, as soon as there is one; "q" if the terminal is gone."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._before: list[object] | None = None
 
-    def __enter__(self) -> Keyboard:
-        if termios is not None and self._stream.isatty():
-            self._before = termios.tcgetattr(self._stream)
-            tty.setcbreak(self._stream)
-            now = termios.tcgetattr(self._stream)
-            now[6][termios.VSUSP] = b"\0"  # stopped in the middle, it would leave the terminal as it is
-            termios.tcsetattr(self._stream, termios.TCSADRAIN, now)
-        return self
+@contextmanager
+def keys_from(stream: TextIO) -> Iterator[Keys]:
+    """Read a terminal's keys, without Return and without an echo; none where the input is not a terminal."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is not None:
-            termios.tcsetattr(self._stream, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
+    def none(seconds: float) -> list[str]:
+        time.sleep(seconds)
+        return []
 
-    def wait(self, seconds: float) -> list[str]:
-        """Return the keys that are pressed within this time, as soon as there is one; "q" if the terminal is gone."""
-        if self._before is None:
-            time.sleep(seconds)
+    def pressed(seconds: float) -> list[str]:
+        if not select.select([stream], [], [], seconds)[0]:
             return []
-        descriptor = self._stream.fileno()
-        if not select.select([descriptor], [], [], seconds)[0]:
-            return []
-        return keys_of(os.read(descriptor, 256)) or ["q"]
+        return keys_of(os.read(stream.fileno(), 256)) or ["q"]
+
+    if termios is None or not stream.isatty():
+        yield none
+        return
+    before = termios.tcgetattr(stream)
+    try:
+        tty.setcbreak(stream)
+        now = termios.tcgetattr(stream)
+        now[6][termios.VSUSP] = b"\0"  # stopped in the middle, it would leave the terminal as it is
+        termios.tcsetattr(stream, termios.TCSADRAIN, now)
+        yield pressed
+    finally:
+        termios.tcsetattr(stream, termios.TCSADRAIN, before)
 
 
 def keys_of(data: bytes) -> list[str]:
