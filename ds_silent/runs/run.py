@@ -29,7 +29,7 @@ from ds_silent.runs.lines import MOST_RANKS, of, ranks, text, whole
 from ds_silent.runs.spread import Layers, Matrices
 from ds_silent.sinks.jsonl import LONGEST_LINE, newer_lines, parsed_line
 from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
-from ds_silent.sinks.run_directory import is_gone
+from ds_silent.sinks.run_directory import is_gone, run_directory, runs_of
 
 _AT_ONCE = 1 << 23
 _WITNESS = 64  # bytes before the place that was reached, which must still be the same
@@ -314,7 +314,7 @@ class RunReader:
             if self._stamps.get(name) == stamp:
                 continue
             self._stamps[name], changed = stamp, True
-            found, self.run.unreadable[name] = _object(path, status.st_size)
+            found, self.run.unreadable[name] = _object(path)
             self.run.versions[name] = whole(found.get("version")) or FORMAT
             if name == "run.json":
                 self.run.facts = found
@@ -363,15 +363,22 @@ def find_runs(directory: str | Path) -> list[Path]:
     return found[:_MOST_RUNS]
 
 
+def newest_run(base: Path) -> Path:
+    """Return the directory of the run that has begun last of those below ``base``; ``base`` where there are none."""
+    facts = {number: _object(run_directory(base, number) / "run.json")[0] for number in runs_of(base)}
+    began = {number: str(found.get("started", "")) for number, found in facts.items()}
+    return run_directory(base, max(began, key=lambda number: (began[number], number), default=1))
+
+
 def _no_directory(directory: str | Path) -> ReadingError:
     return ReadingError(f"{os.fspath(directory)!a} is no directory of a run; give the output_dir of its block")
 
 
-def _object(path: Path, size: int) -> tuple[dict[str, Any], str | None]:
+def _object(path: Path) -> tuple[dict[str, Any], str | None]:
     """Return a small file's object, and why there is none."""
-    if size > _LARGEST_OBJECT:
-        return {}, f"it is larger than {_LARGEST_OBJECT >> 20} MiB"
     try:
+        if path.stat().st_size > _LARGEST_OBJECT:
+            return {}, f"it is larger than {_LARGEST_OBJECT >> 20} MiB"
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         return {}, error.strerror or type(error).__name__

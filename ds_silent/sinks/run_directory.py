@@ -89,18 +89,6 @@ def runs_of(base: Path) -> list[int]:
     return [number for number in sorted(numbers) if is_used(run_directory(base, number))]
 
 
-def newest_run(base: Path) -> Path:
-    """Return the directory of the run that has begun last of those below ``base``; ``base`` where there are none."""
-
-    def began(number: int) -> str:
-        try:
-            return str(json.loads((run_directory(base, number) / "run.json").read_text(encoding="utf-8"))["started"])
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return ""
-
-    return run_directory(base, max(runs_of(base), key=lambda number: (began(number), number), default=1))
-
-
 def is_used(directory: Path) -> bool:
     """Return whether a run has left records there."""
     for path in (directory / name for name in FILES):

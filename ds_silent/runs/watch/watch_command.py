@@ -26,9 +26,9 @@ from rich.live import Live
 
 from ds_silent.records import to_json
 from ds_silent.runs.lines import METRICS
+from ds_silent.runs.run import newest_run
 from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
-from ds_silent.sinks.run_directory import newest_run
 from ds_silent.text import mistake, printable
 
 try:
