@@ -27,6 +27,8 @@ class StepCalls(Rule):
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Count the engine's calls."""
+        if self._engine.gradient_accumulation_steps() == 1:
+            return
         patches.hook(self._engine.register_forward_pre_hook, partial(safely, self._forward))
         patches.around(self._engine, "backward", partial(safely, self._backward))
         patches.around(self._engine, "step", partial(safely, self._step))
@@ -47,7 +49,7 @@ class StepCalls(Rule):
 
     def breaches(self) -> tuple[Breach, ...]:
         micro_batches = self._engine.gradient_accumulation_steps()
-        if self._times < micro_batches - 1:
+        if self._times < max(1, micro_batches - 1):
             return ()
         message = (
             f"engine.step() is called once for {micro_batches} calls of engine.backward, and DeepSpeed counts "
