@@ -162,19 +162,6 @@ def train(name: str, scales: bool, directory: Path) -> None:
     observer.close()
 
 
-@pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_step_is_recorded_and_nothing_is_told(name: str, scales: bool, tmp_path: Path) -> None:
-    run_distributed(train, 2, (name, scales, tmp_path))
-    records = list(read_metrics(tmp_path / "metrics.jsonl"))
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert [event["message"] for event in read_events(tmp_path / "events.jsonl")] == []
-    for record in records[: -1 if name == "of_a_part" else None]:  # whose last step ends with the next forward
-        assert record["samples"] == 2 * 4 * record["step"]
-        if (error := record["integrity"]["relative_error"]) is not None or name not in ("of_a_part", "in_turns"):
-            assert error <= record["integrity"]["rounding_bound"]
-
-
 def skip_one(directory: Path) -> None:
     """On rank 1 one of two optimizers misses a step."""
     torch.manual_seed(7)
@@ -190,13 +177,6 @@ def skip_one(directory: Path) -> None:
             optimizer.step()
         model.zero_grad()
     observer.close()
-
-
-def test_one_optimizer_that_misses_a_step_on_one_rank_is_told(tmp_path: Path) -> None:
-    run_distributed(skip_one, 2, (tmp_path,))
-    first = next(event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info")
-    assert (first["kind"], first["step"], first["ranks"]) == ("aggregation-error", CHANGES, [1])
-    assert "did not step, although others' did" in first["message"]
 
 
 def freeze_in_turns(automatic: bool, directory: Path) -> None:
@@ -227,12 +207,48 @@ def freeze_in_turns(automatic: bool, directory: Path) -> None:
         watch.undo()
 
 
+def train_all(directory: Path) -> None:
+    for name in CASES:
+        for scales in (False, True):
+            train(name, scales, directory / f"{name} {scales}")
+    skip_one(directory / "skips one")
+    for automatic in (False, True):
+        freeze_in_turns(automatic, directory / f"frozen in turns {automatic}")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all trainings."""
+    directory = tmp_path_factory.mktemp("trained")
+    run_distributed(train_all, 2, (directory,), timeout=280)
+    return directory
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_recorded_and_nothing_is_told(name: str, scales: bool, trained: Path) -> None:
+    directory = trained / f"{name} {scales}"
+    records = list(read_metrics(directory / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [event["message"] for event in read_events(directory / "events.jsonl")] == []
+    for record in records[: -1 if name == "of_a_part" else None]:  # whose last step ends with the next forward
+        assert record["samples"] == 2 * 4 * record["step"]
+        if (error := record["integrity"]["relative_error"]) is not None or name not in ("of_a_part", "in_turns"):
+            assert error <= record["integrity"]["rounding_bound"]
+
+
+def test_one_optimizer_that_misses_a_step_on_one_rank_is_told(trained: Path) -> None:
+    first = next(event for event in read_events(trained / "skips one" / "events.jsonl") if event["severity"] != "info")
+    assert (first["kind"], first["step"], first["ranks"]) == ("aggregation-error", CHANGES, [1])
+    assert "did not step, although others' did" in first["message"]
+
+
 @pytest.mark.parametrize("automatic", [False, True], ids=["attach", "by itself"])
-def test_what_is_frozen_when_the_observer_comes_is_observed_in_its_turn(automatic: bool, tmp_path: Path) -> None:
-    run_distributed(freeze_in_turns, 2, (automatic, tmp_path))
-    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+def test_what_is_frozen_when_the_observer_comes_is_observed_in_its_turn(automatic: bool, trained: Path) -> None:
+    directory = trained / f"frozen in turns {automatic}"
+    records = list(read_metrics(directory / "metrics.jsonl"))
     assert [record["step"] for record in records] == list(range(1, 2 * STEPS + 1))
-    assert [event["message"] for event in read_events(tmp_path / "events.jsonl")] == []
+    assert [event["message"] for event in read_events(directory / "events.jsonl")] == []
     for record in records:
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
         assert record["grad_norm"]["aggregated"] <= record["grad_norm"]["mean"]

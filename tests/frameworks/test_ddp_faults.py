@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import ds_silent
@@ -22,7 +24,7 @@ from ds_silent.frameworks.torch_common import masters_of
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 STEPS = 6
 Hook = Callable[[Any, Any], Any]
@@ -145,10 +147,17 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
     return {"events": events, "records": list(read_metrics(Path(directory, "metrics.jsonl")))}
 
 
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What rank 0 has written, by the fault's name."""
+    directory = tmp_path_factory.mktemp("faulty")
+    cases = {name: (str(directory / name), fault) for name, fault in FAULTS.items()}
+    return dict(run_distributed(each, 4, (train, cases), timeout=280)[0])
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_wrong_is_told_as_it_is(name: str, tmp_path: Path) -> None:
-    fault = FAULTS[name]
-    found = run_distributed(train, 4, (str(tmp_path), fault))[0]
+def test_what_is_wrong_is_told_as_it_is(name: str, faulty: dict[str, dict[str, Any]]) -> None:
+    fault, found = FAULTS[name], faulty[name]
     assert [record["step"] for record in found["records"]] == list(range(1, STEPS + 1))
     if fault.kind is None:
         assert found["events"] == []
@@ -234,52 +243,8 @@ def train_plainly(
     if dist.get_rank():
         return {}
     events = [event for event in read_events(Path(directory, "events.jsonl")) if event["severity"] != "info"]
-    return {"events": events, "records": list(read_metrics(Path(directory, "metrics.jsonl")))}
-
-
-def test_a_lossy_hook_is_not_checked_and_not_called_wrong(tmp_path: Path) -> None:
-    found = run_distributed(lossy, 2, (str(tmp_path),))[0]
-    assert found["events"] == []
-    assert len(found["records"]) == STEPS
-    assert {record["integrity"]["relative_error"] for record in found["records"]} == {None}
-    assert all(record["direction"]["mean_cosine"] is not None for record in found["records"])
-
-
-def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
-    found = run_distributed(local_sgd, 2, (str(tmp_path),))[0]
-    assert found["events"] == []
-    assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
-    assert json.loads((tmp_path / "run.json").read_text())["observed"]["replicas"] is False
-
-
-def test_weights_that_are_averaged_instead_of_gradients_are_no_fault(tmp_path: Path) -> None:
-    """By hand: what the remedy says is to be set."""
-    for entered in (False, True):
-        found = run_distributed(weights_averaged, 2, (str(tmp_path / f"accelerate-{entered}"), entered))[0]
-        assert found["events"] == []
-        assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
-    one = run_distributed(averaged_by_hand, 2, (str(tmp_path / "told"), {}))[0]["events"]
-    assert {event["kind"] for event in one} == {"unreduced-gradient"}
-    assert 'set "integrity": {"aggregation": false, "replica_interval": 0}' in one[0]["remedy"]
-    off = {"aggregation": False, "replica_interval": 0}
-    assert run_distributed(averaged_by_hand, 2, (str(tmp_path / "off"), off))[0]["events"] == []
-
-
-def test_a_lossy_hook_that_comes_later_ends_the_check(tmp_path: Path) -> None:
-    """torch takes one hook per module, and takes it between two steps too."""
-    for after in (0, 3):
-        found = run_distributed(lossy_later, 2, (str(tmp_path / str(after)), after, signs))[0]
-        assert found["events"] == []
-        errors = [record["integrity"]["relative_error"] for record in found["records"]]
-        assert [error is not None for error in errors] == [step < after for step in range(STEPS)]
-
-
-def test_a_hook_that_comes_later_and_changes_nothing_is_checked_on(tmp_path: Path) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    found = run_distributed(lossy_later, 2, (str(tmp_path), 2, allreduce_hook))[0]
-    assert found["events"] == []
-    assert all(record["integrity"]["relative_error"] is not None for record in found["records"])
+    records = list(read_metrics(Path(directory, "metrics.jsonl")))
+    return {"events": events, "records": records, "run": json.loads(Path(directory, "run.json").read_text())}
 
 
 def replaced(directory: str) -> dict[str, Any]:
@@ -289,13 +254,6 @@ def replaced(directory: str) -> dict[str, Any]:
     held = nn.Parameter(torch.randn(4))
     optimizer.add_param_group({"params": [held]})
     return train_plainly(model, optimizer, directory)
-
-
-def test_a_parameter_that_only_an_optimizer_still_has_is_no_replica(tmp_path: Path) -> None:
-    """It has no gradient and no state: the module has another one in its place."""
-    found = run_distributed(replaced, 2, (str(tmp_path),))[0]
-    assert [event for event in found["events"] if event["kind"] == "replica-drift"] == []
-    assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
 
 
 def dealt(directory: str) -> dict[str, Any]:
@@ -308,8 +266,85 @@ def dealt(directory: str) -> dict[str, Any]:
     return train_plainly(model, optimizer, directory)
 
 
-def test_parameters_that_are_dealt_to_the_ranks_are_no_replicas_and_need_not_agree(tmp_path: Path) -> None:
-    found = run_distributed(dealt, 2, (str(tmp_path),))[0]
+PLAIN: dict[str, Callable[[str], dict[str, Any]]] = {
+    "lossy": lossy,
+    "local SGD": local_sgd,
+    "averaged, entered later": partial(weights_averaged, entered=False),
+    "averaged, entered before": partial(weights_averaged, entered=True),
+    "averaged by hand": partial(averaged_by_hand, block={}),
+    "averaged by hand, as told": partial(averaged_by_hand, block={"aggregation": False, "replica_interval": 0}),
+    "lossy from 0": partial(lossy_later, after=0, hook=signs),
+    "lossy from 3": partial(lossy_later, after=3, hook=signs),
+    "the mean from 2": partial(lossy_later, after=2, hook=allreduce_hook),
+    "replaced": replaced,
+    "dealt": dealt,
+}
+
+
+def train_each_plainly(directory: str) -> dict[str, dict[str, Any]]:
+    return {name: trains(f"{directory}/{name}") for name, trains in PLAIN.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What rank 0 has written, by the name in the table."""
+    directory = str(tmp_path_factory.mktemp("plain"))
+    return dict(run_distributed(train_each_plainly, 2, (directory,), timeout=280)[0])
+
+
+def test_a_lossy_hook_is_not_checked_and_not_called_wrong(plain: dict[str, dict[str, Any]]) -> None:
+    found = plain["lossy"]
+    assert found["events"] == []
+    assert len(found["records"]) == STEPS
+    assert {record["integrity"]["relative_error"] for record in found["records"]} == {None}
+    assert all(record["direction"]["mean_cosine"] is not None for record in found["records"])
+
+
+def test_replicas_that_differ_by_design_are_not_compared(plain: dict[str, dict[str, Any]]) -> None:
+    found = plain["local SGD"]
+    assert found["events"] == []
+    assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
+    assert found["run"]["observed"]["replicas"] is False
+
+
+def test_weights_that_are_averaged_instead_of_gradients_are_no_fault(plain: dict[str, dict[str, Any]]) -> None:
+    """By hand: what the remedy says is to be set."""
+    for entered in ("later", "before"):
+        found = plain[f"averaged, entered {entered}"]
+        assert found["events"] == []
+        assert {record["integrity"]["replica_groups"] for record in found["records"]} == {None}
+    one = plain["averaged by hand"]["events"]
+    assert {event["kind"] for event in one} == {"unreduced-gradient"}
+    assert 'set "integrity": {"aggregation": false, "replica_interval": 0}' in one[0]["remedy"]
+    assert plain["averaged by hand, as told"]["events"] == []
+
+
+def test_a_lossy_hook_that_comes_later_ends_the_check(plain: dict[str, dict[str, Any]]) -> None:
+    """torch takes one hook per module, and takes it between two steps too."""
+    for after in (0, 3):
+        found = plain[f"lossy from {after}"]
+        assert found["events"] == []
+        errors = [record["integrity"]["relative_error"] for record in found["records"]]
+        assert [error is not None for error in errors] == [step < after for step in range(STEPS)]
+
+
+def test_a_hook_that_comes_later_and_changes_nothing_is_checked_on(plain: dict[str, dict[str, Any]]) -> None:
+    found = plain["the mean from 2"]
+    assert found["events"] == []
+    assert all(record["integrity"]["relative_error"] is not None for record in found["records"])
+
+
+def test_a_parameter_that_only_an_optimizer_still_has_is_no_replica(plain: dict[str, dict[str, Any]]) -> None:
+    """It has no gradient and no state: the module has another one in its place."""
+    found = plain["replaced"]
+    assert [event for event in found["events"] if event["kind"] == "replica-drift"] == []
+    assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
+
+
+def test_parameters_that_are_dealt_to_the_ranks_are_no_replicas_and_need_not_agree(
+    plain: dict[str, dict[str, Any]],
+) -> None:
+    found = plain["dealt"]
     assert found["events"] == []
     assert [[0, 1]] in [record["integrity"]["replica_groups"] for record in found["records"]]
 
@@ -349,12 +384,9 @@ def once_unlike(directory: str, what: str) -> tuple[list[dict[str, Any]], str, i
     return events, verdict_of(read_run(directory)).sentence, sum(groups is not None for groups in compared)
 
 
-def each_unlike(directory: str) -> list[tuple[list[dict[str, Any]], str, int]]:
-    return [once_unlike(f"{directory}/{what}", what) for what in ("no step", "another gradient", "learning rate", "")]
-
-
 def test_what_can_part_the_replicas_has_them_compared_at_the_next_step(tmp_path: Path) -> None:
-    *faults, healthy = run_distributed(each_unlike, 3, (str(tmp_path),))[0]
+    cases = {what: (str(tmp_path / what), what) for what in ("no step", "another gradient", "learning rate", "")}
+    *faults, healthy = run_distributed(each, 3, (once_unlike, cases))[0].values()
     for events, sentence, _ in faults:
         [drift] = [event for event in events if event["kind"] == "replica-drift"]
         assert drift["step"] <= AT + 2, drift

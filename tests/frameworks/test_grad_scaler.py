@@ -3,6 +3,7 @@ what the square of a gradient's norm may be makes nothing infinite."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,6 @@ def train(scale: float, explicit: bool, wrong: bool, directory: Path) -> None:
     observer.close()
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("scale", [2.0**8, 2.0**24], ids=["never skips", "skips its first steps"])
-def test_scaling_is_silent(scale: float, explicit: bool, tmp_path: Path) -> None:
-    run_distributed(train, 2, (scale, explicit, False, tmp_path))
-    assert list(read_events(tmp_path / "events.jsonl")) == []
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
-
-
-def test_a_rank_that_clips_by_another_norm_is_told(tmp_path: Path) -> None:
-    run_distributed(train, 2, (2.0**8, True, True, tmp_path))
-    [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] == "error"]
-    assert (event["step"], event["kind"], event["where"]) == (WRONG, "aggregation-error", "applied gradient")
-
-
 def train_at(directory: Path, power: int, breaks: bool) -> bool:
     torch.manual_seed(7)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -74,17 +61,6 @@ def train_at(directory: Path, power: int, breaks: bool) -> bool:
     return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("power", [16, 60, 80, 110])
-def test_a_large_loss_scale_is_no_infinity(power: int, tmp_path: Path) -> None:
-    assert run_distributed(train_at, 2, (tmp_path, power, False)) == [True, True]
-    assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
-    norms = [record["grad_norm"]["aggregated"] for record in read_metrics(tmp_path / "metrics.jsonl")]
-    plain = tmp_path / "plain"
-    run_distributed(train_at, 2, (plain, 8, False))
-    expected = [record["grad_norm"]["aggregated"] for record in read_metrics(plain / "metrics.jsonl")]
-    assert norms == pytest.approx(expected, rel=0.1 if power >= 80 else 1e-3)  # beyond fp32 by a sketch of 72 numbers
-
-
 def train_times(directory: Path, factor: float, method: str) -> None:
     torch.manual_seed(7)
     model = DistributedDataParallel(nn.Linear(8, 8))
@@ -101,25 +77,81 @@ def train_times(directory: Path, factor: float, method: str) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("method", ["sketch", "exact"])
-@pytest.mark.parametrize("factor", [1e21, 1e-23])
+SCALES, EXPLICIT = (2.0**8, 2.0**24), (False, True)
+PLAIN_POWER, POWERS = 8, (16, 60, 80, 110)
+FACTORS, METHODS = (1e21, 1e-23), ("sketch", "exact")
+
+
+def train_all(directory: Path) -> dict[int, bool]:
+    """Return, by the power of the loss scale, whether all weights are finite."""
+    for scale in SCALES:
+        for explicit in EXPLICIT:
+            train(scale, explicit, False, directory / f"scaled {scale} {explicit}")
+    train(SCALES[0], True, True, directory / "clips by another norm")
+    finite = {power: train_at(directory / f"at {power}", power, False) for power in (PLAIN_POWER, *POWERS)}
+    train_at(directory / "breaks", 80, True)
+    for method in METHODS:
+        for factor in (1.0, *FACTORS):
+            train_times(directory / f"times {factor} {method}", factor, method)
+    return finite
+
+
+@dataclass(frozen=True)
+class Trained:
+    directory: Path
+    finite: list[dict[int, bool]]  # by rank
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return list(read_events(self.directory / name / "events.jsonl"))
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return list(read_metrics(self.directory / name / "metrics.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("trained")
+    return Trained(directory, run_distributed(train_all, 2, (directory,), timeout=280))
+
+
+@pytest.mark.parametrize("explicit", EXPLICIT)
+@pytest.mark.parametrize("scale", SCALES, ids=["never skips", "skips its first steps"])
+def test_scaling_is_silent(scale: float, explicit: bool, trained: Trained) -> None:
+    name = f"scaled {scale} {explicit}"
+    assert trained.events(name) == []
+    assert [record["step"] for record in trained.records(name)] == list(range(1, STEPS + 1))
+
+
+def test_a_rank_that_clips_by_another_norm_is_told(trained: Trained) -> None:
+    [event] = [event for event in trained.events("clips by another norm") if event["severity"] == "error"]
+    assert (event["step"], event["kind"], event["where"]) == (WRONG, "aggregation-error", "applied gradient")
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_large_loss_scale_is_no_infinity(power: int, trained: Trained) -> None:
+    assert [finite[power] for finite in trained.finite] == [True, True]
+    assert not [event for event in trained.events(f"at {power}") if event["severity"] != "info"]
+    norms, expected = (
+        [record["grad_norm"]["aggregated"] for record in trained.records(f"at {one}")] for one in (power, PLAIN_POWER)
+    )
+    assert len(norms) == FEW
+    assert norms == pytest.approx(expected, rel=0.1 if power >= 80 else 1e-3)  # beyond fp32 by a sketch of 72 numbers
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("factor", FACTORS)
 def test_gradients_whose_squares_fp32_cannot_hold_are_neither_infinite_nor_zero(
-    factor: float, method: str, tmp_path: Path
+    factor: float, method: str, trained: Trained
 ) -> None:
-    run_distributed(train_times, 2, (tmp_path, factor, method))
-    assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
-    plain = tmp_path / "plain"
-    run_distributed(train_times, 2, (plain, 1.0, method))
-    for name in ("aggregated", "mean"):
-        found, expected = (
-            [record["grad_norm"][name] for record in read_metrics(path / "metrics.jsonl")] for path in (tmp_path, plain)
-        )
+    name, plain = f"times {factor} {method}", f"times 1.0 {method}"
+    assert not [event for event in trained.events(name) if event["severity"] != "info"]
+    for which in ("aggregated", "mean"):
+        found, expected = ([record["grad_norm"][which] for record in trained.records(one)] for one in (name, plain))
         assert found == pytest.approx([factor * norm for norm in expected], rel=0.1)  # by a sketch of 72 numbers
-    checked = [record["integrity"]["relative_error"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    checked = [record["integrity"]["relative_error"] for record in trained.records(name)]
     assert max(checked) < 1e-6
 
 
-def test_a_loss_that_is_no_number_is_told_at_such_a_scale(tmp_path: Path) -> None:
-    run_distributed(train_at, 2, (tmp_path, 80, True))
-    told = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "non-finite"]
+def test_a_loss_that_is_no_number_is_told_at_such_a_scale(trained: Trained) -> None:
+    told = [event["step"] for event in trained.events("breaks") if event["kind"] == "non-finite"]
     assert told[0] == BROKEN

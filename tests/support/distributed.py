@@ -1,6 +1,7 @@
 """The package's own spawner, as the tests call it: a plain function on N real gloo ranks, and what each returned.
 
 results = run_distributed(function, world_size=2, arguments=(case,))      # results[rank]
+results = run_distributed(each, 2, (function, {"a name": (case,)}))       # results[rank]["a name"]
 
 A rank that raises, dies or takes too long fails the test with its own traceback.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,11 @@ def run_distributed(
     # what the tests that were collected have imported, some ranks import too: 0.5 to 3 s of CPU on each
     PRELOADED.extend(name for name in FRAMEWORKS if name in sys.modules and name not in PRELOADED)
     return results_of(function, arguments, world_size, timeout, may_die)
+
+
+def each(function: Callable[..., Any], cases: Mapping[Any, tuple[Any, ...]]) -> dict[Any, Any]:
+    """Call ``function`` for one case after the other: a start of the ranks costs more than a small training."""
+    return {name: function(*arguments) for name, arguments in cases.items()}
 
 
 def gather_limit_of(ranks: int) -> AbstractContextManager[object]:
