@@ -222,7 +222,7 @@ def everything(ranks: int) -> list[Event]:
     return told + from_the_preflight(ranks) + from_others(ranks) + from_the_judge(ranks)
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=[SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)])
 def events(request: pytest.FixtureRequest) -> tuple[int, list[Event]]:
     return request.param, everything(request.param)
 

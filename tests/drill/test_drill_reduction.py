@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -184,39 +186,47 @@ def trials_of(cell: tuple[int, str, int, tuple[str, ...]]) -> list[Trial]:
     return [trial_of(FAULTS[name], DrillOptions(), setting_of(cell)) for name in cell[3]]
 
 
-def perform(send: Callable[[Any], None], directory: str) -> None:
-    """Every cell's faults, then two of the first cell's again with a piece of the alarm taken out."""
-    import importlib
+Key = tuple[int, str, str]
+"""A training: the number of its cell, ``intact`` or ``disabled`` (with a piece of the alarm taken out), its fault."""
+ALL: tuple[Key, ...] = tuple((number, "intact", name) for number, cell in enumerate(CELLS) for name in cell[3])
+FEW: tuple[Key, ...] = (
+    (2, "intact", "aggregate-flip-lowest-bit"),
+    (2, "intact", "aggregate-flip-byte-0"),
+    *((0, "disabled", name) for name in HIT_BY),
+)
 
-    for number, cell in enumerate(CELLS):
-        stage, dtype, accumulation, _ = cell
+
+def perform(send: Callable[[Any], None], directory: str, keys: tuple[Key, ...]) -> None:
+    for number in sorted({number for number, *_ in keys}):
+        stage, dtype, accumulation, _ = CELLS[number]
         practice = cold_start(BLOCK, stage, dtype, accumulation)
-        for trial in trials_of(cell):
-            send((number, "intact", trial.name, run_trial(practice, trial, Path(directory, str(number), trial.name))))
-    practice = cold_start(BLOCK, 0, "fp32")
-    for trial in trials_of(CELLS[0]):
-        if trial.name in HIT_BY:
-            place, names, nothing = HIT_BY[trial.name]
-            module = importlib.import_module(place)
-            whole = {name: getattr(module, name) for name in names}
-            for name in names:
-                setattr(module, name, lambda *given, nothing=nothing: nothing)
-            send((0, "disabled", trial.name, run_trial(practice, trial, Path(directory, "disabled", trial.name))))
-            for name, function in whole.items():
-                setattr(module, name, function)
+        trials = {trial.name: trial for trial in trials_of(CELLS[number])}
+        for _, state, name in (key for key in keys if key[0] == number):
+            with ExitStack() as taken_out:
+                if state == "disabled":
+                    place, functions, nothing = HIT_BY[name]
+                    for function in functions:
+                        instead = patch(f"{place}.{function}", lambda *given, nothing=nothing: nothing)
+                        taken_out.enter_context(instead)
+                folder = Path(directory, str(number), state, name)
+                send(((number, state, name), run_trial(practice, trials[name], folder)))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], TrialRun]:
-    folder = str(tmp_path_factory.mktemp("reduction"))
-    return {(number, state, name): run for number, state, name, run in on_ranks(perform, (folder,), 4)}
+def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, TrialRun]:
+    return dict(on_ranks(perform, (str(tmp_path_factory.mktemp("all")), ALL), 4))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, TrialRun]:
+    return dict(on_ranks(perform, (str(tmp_path_factory.mktemp("few")), FEW), 4))
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)))
 @pytest.mark.long
-def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[tuple[int, str, str], TrialRun]) -> None:
+def test_the_real_alarm_finds_them_at_their_first_step(number: int, all_runs: dict[Key, TrialRun]) -> None:
     cell = CELLS[number]
-    found = [runs[number, "intact", name] for name in cell[3]]
+    found = [all_runs[number, "intact", name] for name in cell[3]]
     outcome = Outcome(setting_of(cell), tuple(judged(tuple(trials_of(cell)), found, setting_of(cell))), ())
     assert {result.trial.name: result.verdict for result in outcome.results if not result.right} == {}
     assert exit_code(outcome) == 0
@@ -230,7 +240,7 @@ def test_the_real_alarm_finds_them_at_their_first_step(number: int, runs: dict[t
 
 
 @pytest.mark.parametrize("name", HIT_BY)
-def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[tuple[int, str, str], TrialRun]) -> None:
+def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[Key, TrialRun]) -> None:
     cell = CELLS[0]
     trials = tuple(trial for trial in trials_of(cell) if trial.name == name)
     outcome = Outcome(setting_of(cell), tuple(judged(trials, [runs[0, "disabled", name]], setting_of(cell))), ())
@@ -240,7 +250,7 @@ def test_without_a_piece_of_the_alarm_the_drill_fails(name: str, runs: dict[tupl
     assert outcome.results[0].verdict.answer == expected[name]
 
 
-def test_a_flip_of_the_lowest_byte_is_judged_by_its_own_size(runs: dict[tuple[int, str, str], TrialRun]) -> None:
+def test_a_flip_of_the_lowest_byte_is_judged_by_its_own_size(runs: dict[Key, TrialRun]) -> None:
     run = runs[2, "intact", "aggregate-flip-byte-0"]
     assert run.change is not None
     assert run.rounding is not None

@@ -140,15 +140,15 @@ WRONG = (
 )  # fmt: skip
 
 
-def run_wrong(directory: str) -> list[Trace]:
-    return [train(wrong.setting, Path(directory) / str(n), BLOCK, wrong.fault) for n, wrong in enumerate(WRONG)]
+def run_wrong(directory: str, numbers: tuple[int, ...]) -> list[Trace]:
+    return [train(WRONG[n].setting, Path(directory) / str(n), BLOCK, WRONG[n].fault) for n in numbers]
 
 
 @pytest.fixture(scope="module")
 def wrongs(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
     """What rank 0 wrote."""
-    results = run_distributed(run_wrong, RANKS, (str(tmp_path_factory.mktemp("wrong")),), timeout=280)
-    return list(results[0])
+    arguments = str(tmp_path_factory.mktemp("wrong")), tuple(range(len(WRONG)))
+    return list(run_distributed(run_wrong, RANKS, arguments, timeout=280)[0])
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda number: WRONG[number].setting.name)
@@ -164,9 +164,10 @@ def test_what_is_wrong_is_told_with_its_factor(number: int, wrongs: list[Trace])
     assert wrong.ranks in [tuple(event["ranks"]) for event in of_first], of_first
 
 
-def test_micro_batches_that_enter_a_sum_are_told_apart(wrongs: list[Trace]) -> None:
+def test_micro_batches_that_enter_a_sum_are_told_apart(tmp_path: Path) -> None:
     number = next(n for n, wrong in enumerate(WRONG) if wrong.setting.name == "sum-micro-batch")
-    told = [event for event in wrongs[number].events if "Of the 2 micro-batches" in event["message"]]
+    [trace] = run_distributed(run_wrong, RANKS, (str(tmp_path), (number,)))[0]
+    told = [event for event in trace.events if "Of the 2 micro-batches" in event["message"]]
     assert [event["ranks"] for event in told] == [[2]]
     assert "1 of rank 2 did not enter." in told[0]["message"]
 
@@ -179,21 +180,30 @@ RETRY = {**BLOCK, "respond": {"on_aggregation_error": "retry"}}
 ONCE = corrupted(lambda tensor: tensor.mul_(1.5), range(RANKS), at=FAULTY)  # and not when it is repeated
 
 
-def run_others(directory: str) -> dict[str, Trace]:
-    folder = Path(directory)
-    summed = Setting("sum", Case(top=SUM, clipping=1.0))
-    partitioned = Setting("sum", Case(top=SUM, stage=1, accumulation=2))
-    clipped = Setting("clipped", Case(), between=clip)
-    traces = {}
-    for name, setting in (("sum", summed), ("sum-1", partitioned), ("clipped", clipped)):
+GUARDED = {  # each as it is, with a response, and struck
+    "sum": Setting("sum", Case(top=SUM, clipping=1.0)),
+    "sum-1": Setting("sum", Case(top=SUM, stage=1, accumulation=2)),
+    "clipped": Setting("clipped", Case(), between=clip),
+}
+
+
+def run_guarded(directory: str, names: tuple[str, ...]) -> dict[str, Trace]:
+    folder, traces = Path(directory), {}
+    for name in names:
+        setting = GUARDED[name]
         traces[name] = train(setting, folder / name, None)
         traces[f"{name}-guarded"] = train(setting, folder / f"{name}-guarded", RETRY)
         traces[f"{name}-hit"] = train(setting, folder / f"{name}-hit", RETRY, ONCE)
-    traces["clipped-unguarded"] = train(clipped, folder / "unguarded", None, ONCE)
+    return traces
+
+
+def run_others(directory: str) -> dict[str, Trace]:
+    folder, traces = Path(directory), run_guarded(directory, ("clipped",))
+    traces["clipped-unguarded"] = train(GUARDED["clipped"], folder / "unguarded", None, ONCE)
     traces["mean"] = train(Setting("mean", Case()), folder / "mean", BLOCK)
     traces["total"] = train(Setting("total", Case(top=SUM)), folder / "total", BLOCK)
-    traces["far"] = train(summed, folder / "far", BLOCK, gather_limit=1)
-    traces["far-missing"] = train(summed, folder / "far-missing", BLOCK, MISSING, gather_limit=1)
+    traces["far"] = train(GUARDED["sum"], folder / "far", BLOCK, gather_limit=1)
+    traces["far-missing"] = train(GUARDED["sum"], folder / "far-missing", BLOCK, MISSING, gather_limit=1)
     return traces
 
 
@@ -208,11 +218,12 @@ def errors(trace: Trace) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["sum", "sum-1"])
 @pytest.mark.long
-def test_a_sum_that_arrived_wrong_is_repeated(name: str, others: list[dict[str, Trace]]) -> None:
-    for traces in others:
+def test_a_sum_that_arrived_wrong_is_repeated(name: str, tmp_path: Path) -> None:
+    ranks = run_distributed(run_guarded, RANKS, (str(tmp_path), (name,)))
+    for traces in ranks:
         assert traces[name].state == traces[f"{name}-guarded"].state == traces[f"{name}-hit"].state
-    assert errors(others[0][f"{name}-guarded"]) == []
-    told = others[0][f"{name}-hit"].events
+    assert errors(ranks[0][f"{name}-guarded"]) == []
+    told = ranks[0][f"{name}-hit"].events
     assert [event["step"] for event in told if event["kind"] == "repaired"] == [FAULTY]
 
 
