@@ -26,7 +26,7 @@ from torch.utils.data import (
 import ds_silent
 from ds_silent.capture.data_set import held_by
 from ds_silent.sinks.jsonl import read_events
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 
 def held(data: Any, **given: Any) -> float:
@@ -300,38 +300,55 @@ def told(directory: Path) -> list[tuple[int, str, list[int], bool]]:
     return [(e["step"], e["severity"], e["ranks"], "in the same order" in e["message"]) for e in found]
 
 
-@pytest.mark.parametrize(
-    ("style", "ranks", "batch", "workers", "expected"),
-    [
-        ("each", 2, 8, 0, (1, [0, 1], False)),
-        ("alike", 3, 8, 0, (1, [0, 1, 2], True)),
-        ("in order", 2, 4, 0, (2, [0, 1], True)),  # eight rows tell the order
-        ("alike", 2, 4, 2, (1, [0, 1], True)),  # the workers have drawn ahead
-        ("two", 3, 8, 0, (1, [0, 1, 2], True)),
-        ("own", 2, 8, 0, None),  # all drawn with one seed, as a script does that gives each rank a part
-        ("dealt", 2, 8, 0, None),
-        ("collated", 2, 16, 0, None),  # each rank takes its part of a batch that all have drawn
-        ("cut", 2, 16, 0, None),
-    ],
-)
+AUGMENTED = [
+    ("each", 2, 8, 0, (1, [0, 1], False)),
+    ("alike", 3, 8, 0, (1, [0, 1, 2], True)),
+    ("in order", 2, 4, 0, (2, [0, 1], True)),  # eight rows tell the order
+    ("alike", 2, 4, 2, (1, [0, 1], True)),  # the workers have drawn ahead
+    ("two", 3, 8, 0, (1, [0, 1, 2], True)),
+    ("own", 2, 8, 0, None),  # all drawn with one seed, as a script does that gives each rank a part
+    ("dealt", 2, 8, 0, None),
+    ("collated", 2, 16, 0, None),  # each rank takes its part of a batch that all have drawn
+    ("cut", 2, 16, 0, None),
+]
+REPEATED = ("alike", "in order")
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all trainings, each with its own."""
+    directory = tmp_path_factory.mktemp("trainings")
+    for ranks in (2, 3):
+        cases = {
+            f"{style} {ranks}": (style, 0.01, batch, workers, 6)
+            for style, of, batch, workers, _ in AUGMENTED
+            if of == ranks
+        }
+        if ranks == 2:
+            cases |= {"elsewhere": ("each", 0.0, 8, 0, 40)}
+            cases |= {f"repeated {style}": (style, 0.0, 8, 0, 4) for style in REPEATED}
+        started = {name: (str(directory / name), *given) for name, given in cases.items()}
+        run_distributed(each, ranks, (trained, started))
+    return directory
+
+
+@pytest.mark.parametrize(("style", "ranks", "batch", "workers", "expected"), AUGMENTED)
 def test_augmented_rows_of_one_data_set_are_noted_though_none_is_seen_twice(
-    style: str, ranks: int, batch: int, workers: int, expected: Any, tmp_path: Path
+    style: str, ranks: int, batch: int, workers: int, expected: Any, trainings: Path
 ) -> None:
-    run_distributed(trained, ranks, (str(tmp_path), style, 0.01, batch, workers, 6))
-    found = [(step, at, same) for step, severity, at, same in told(tmp_path) if severity == "info"]
+    of_all = told(trainings / f"{style} {ranks}")
+    found = [(step, at, same) for step, severity, at, same in of_all if severity == "info"]
     assert found == ([] if expected is None else [expected])
-    assert len(told(tmp_path)) == len(found)
+    assert len(of_all) == len(found)
 
 
-def test_a_few_rows_that_come_again_elsewhere_make_a_warning_of_it(tmp_path: Path) -> None:
+def test_a_few_rows_that_come_again_elsewhere_make_a_warning_of_it(trainings: Path) -> None:
     """Of 2,000 rows in orders of their own: after 40 steps of 8 two ranks have shared some 50."""
-    run_distributed(trained, 2, (str(tmp_path), "each", 0.0, 8, 0, 40))
-    (first, *note), (step, *warning) = told(tmp_path)
+    (first, *note), (step, *warning) = told(trainings / "elsewhere")
     assert (first, note, warning) == (1, ["info", [0, 1], False], ["warning", [0, 1], False])
     assert 4 <= step <= 30
 
 
-@pytest.mark.parametrize("style", ["alike", "in order"])
-def test_the_same_rows_at_a_step_are_an_error_alone(style: str, tmp_path: Path) -> None:
-    run_distributed(trained, 2, (str(tmp_path), style, 0.0, 8, 0, 4))
-    assert told(tmp_path) == [(1, "error", [0, 1], False)]
+@pytest.mark.parametrize("style", REPEATED)
+def test_the_same_rows_at_a_step_are_an_error_alone(style: str, trainings: Path) -> None:
+    assert told(trainings / f"repeated {style}") == [(1, "error", [0, 1], False)]

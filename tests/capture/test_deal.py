@@ -30,7 +30,7 @@ from ds_silent.sinks.jsonl import read_events
 from finetune.sampler import Plan, ResumableSampler
 from tests.capture.test_own_loaders import Stream
 from tests.capture.test_own_loops import Net, Pairs
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 ROWS: Any = list(range(40))
 
@@ -321,32 +321,46 @@ def trained(directory: str, style: str, passes: int, advance: bool, coverage: bo
     return known
 
 
-@pytest.mark.parametrize(
-    ("ranks", "style", "advance", "coverage", "expected"),
-    [
-        (2, "shuffled", True, True, ["random"] * 18),
-        (2, "shuffled", True, False, ["random"] * 18),
-        (2, "shuffled", False, True, ["random"] * 6 + ["own-shard"] * 12),
-        (2, "in order", True, True, ["own-shard"] * 18),
-        (3, "one other", True, True, ["unknown"] * 12),
-    ],
+DEALT = (
+    (2, "shuffled", True, True, ["random"] * 18),
+    (2, "shuffled", True, False, ["random"] * 18),
+    (2, "shuffled", False, True, ["random"] * 6 + ["own-shard"] * 12),
+    (2, "in order", True, True, ["own-shard"] * 18),
+    (3, "one other", True, True, ["unknown"] * 12),
 )
-def test_in_a_training(
-    ranks: int, style: str, advance: bool, coverage: bool, expected: list[str], tmp_path: Path
-) -> None:
-    known = run_distributed(trained, ranks, (str(tmp_path), style, 3, advance, coverage))
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[list[str]]]]:
+    """The directory of each of the trainings, and what each rank's detectors knew, by place in the table."""
+    directory, found = tmp_path_factory.mktemp("dealt"), {}
+    for ranks in (2, 3):
+        cases = {
+            place: (str(directory / str(place)), style, 3, advance, coverage)
+            for place, (of, style, advance, coverage, _) in enumerate(DEALT)
+            if of == ranks
+        }
+        known = run_distributed(each, ranks, (trained, cases))
+        found |= {place: (directory / str(place), [of_rank[place] for of_rank in known]) for place in cases}
+    return found
+
+
+@pytest.mark.parametrize("place", range(len(DEALT)))
+def test_in_a_training(place: int, trainings: dict[int, tuple[Path, list[list[str]]]]) -> None:
+    _, style, advance, _, expected = DEALT[place]
+    directory, known = trainings[place]
     assert known[0] == expected
     assert not any(known[1:])
-    facts = json.loads((tmp_path / "run.json").read_text())
+    facts = json.loads((directory / "run.json").read_text())
     assert facts["data"]["dealt"] == expected[-1]
-    assert list(tmp_path.glob("*.new")) == []
+    assert list(directory.glob("*.new")) == []
     if style == "shuffled":
         assert facts["data"]["by"].startswith("DistributedSampler, shuffled, ")
         assert facts["data"]["by"].endswith("epoch advances" if advance else "its epoch does not advance")
-    run = read_run(tmp_path)
+    run = read_run(directory)
     assert run.data == DataDealt(**facts["data"]).sentence
     assert ("data", run.data) in facts_of(plot_context(run, verdict_of(run)))
-    before = json.loads((tmp_path / "preflight.json").read_text())
+    before = json.loads((directory / "preflight.json").read_text())
     assert before["data"]["dealt"] == "unknown"  # no loader had been named
 
 

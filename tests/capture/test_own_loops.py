@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -122,11 +122,21 @@ def unlike_loop(output_dir: str, style: str) -> None:
                 optimizer.zero_grad()
 
 
+QUICK = ("pairs", "pairs with ids", "packed", "row by row", "plain", "edges")
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all loops, each with its own."""
+    directory = tmp_path_factory.mktemp("loops")
+    run_distributed(each, 2, (unlike_loop, {style: (str(directory / style), style) for style in QUICK}))
+    return directory
+
+
 @pytest.mark.parametrize("style", ["pairs", "pairs with ids", "packed", "row by row"])
-def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) -> None:
+def test_samples_and_epochs_are_those_of_the_data(style: str, loops: Path) -> None:
     """160 rows, 2 ranks with 2 rows a step: 40 steps an epoch."""
-    run_distributed(unlike_loop, 2, (str(tmp_path), style))
-    records = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_metrics(loops / style / "metrics.jsonl")
     assert len(records) == 80
     for record in records[34:]:  # by then it is sure that packed rows are meant
         assert (record["samples"], record["epoch"]) == (4 * record["step"], record["step"] / 40), record["step"]
@@ -134,14 +144,12 @@ def test_samples_and_epochs_are_those_of_the_data(style: str, tmp_path: Path) ->
         assert record["epoch"] in (None, record["step"] / 40)
     seen = [record["coverage"]["seen"] for record in records]
     assert seen.count(1.0) == 2 if style in ("row by row", "pairs with ids") else seen == [None] * 80
-    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+    assert [event for event in read_events(loops / style / "events.jsonl") if event["severity"] != "info"] == []
 
 
-def test_a_constant_beside_the_batch_changes_no_number(tmp_path: Path) -> None:
+def test_a_constant_beside_the_batch_changes_no_number(loops: Path) -> None:
     """It has 9 rows and comes first by name; a batch has 2."""
-    for style in ("plain", "edges"):
-        run_distributed(unlike_loop, 2, (str(tmp_path / style), style))
-    plain, beside = (read_metrics(tmp_path / style / "metrics.jsonl") for style in ("plain", "edges"))
+    plain, beside = (read_metrics(loops / style / "metrics.jsonl") for style in ("plain", "edges"))
     names = ("samples", "epoch", "noise_scale", "coverage")
     assert [[record[name] for name in names] for record in plain] == [
         [record[name] for name in names] for record in beside

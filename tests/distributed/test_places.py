@@ -280,8 +280,9 @@ class Counting:
 
 def test_sixteen_thousand_ranks_are_read_with_a_few_questions() -> None:
     store, ranks = Counting(), 16_384
+    process = process_of(os.getpid())
     for rank in range(ranks):
-        own = [f"node{rank // 8:04d}", rank % 8, f"cuda:{rank % 8}", "0" * 36, process_of(os.getpid())]
+        own = [f"node{rank // 8:04d}", rank % 8, f"cuda:{rank % 8}", "0" * 36, process]
         store.set(f"places/{rank}", json.dumps(own))
     assert max(map(len, store.held.values())) < 200
     began = time.process_time()

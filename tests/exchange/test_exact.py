@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from ds_silent.exchange import exact
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 
 def grams(numel: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,10 +28,12 @@ def grams(numel: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ours, vectors @ vectors.T
 
 
-@pytest.mark.parametrize(("numel", "piece"), [(1000, 1), (1000, 7), (1000, 250), (1001, 334), (50, 4000)])
-def test_chunks_add_up_to_the_whole(numel: int, piece: int) -> None:
-    for ours, oracle in run_distributed(grams, 3, (numel, piece)):
-        torch.testing.assert_close(ours.double(), oracle, rtol=1e-5, atol=1e-4)
+def test_chunks_add_up_to_the_whole() -> None:
+    """Elements, and those of a piece."""
+    cases = {case: case for case in ((1000, 1), (1000, 7), (1000, 250), (1001, 334), (50, 4000))}
+    for of_rank in run_distributed(each, 3, (grams, cases)):
+        for ours, oracle in of_rank.values():
+            torch.testing.assert_close(ours.double(), oracle, rtol=1e-5, atol=1e-4)
 
 
 def test_memory_is_bounded() -> None:

@@ -11,7 +11,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 STEPS = 4
 
@@ -80,8 +79,10 @@ def copies_are_the_users(framework: str, model: Any, inner: nn.Module, tokens: T
     assert copy.deepcopy(holder) == {"observer": None}
 
 
-@pytest.mark.parametrize("framework", ["ddp", "deepspeed"])
-def test_copies_and_files_hold_nothing_of_the_observer(framework: str, tmp_path: Path) -> None:
-    run_distributed(train, 2, (framework, tmp_path))
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert not [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+def test_copies_and_files_hold_nothing_of_the_observer(tmp_path: Path) -> None:
+    folders = {framework: tmp_path / framework for framework in ("ddp", "deepspeed")}
+    run_distributed(each, 2, (train, {framework: (framework, folder) for framework, folder in folders.items()}))
+    for folder in folders.values():
+        steps = [record["step"] for record in read_metrics(folder / "metrics.jsonl")]
+        assert steps == list(range(1, STEPS + 1)), folder
+        assert not [event for event in read_events(folder / "events.jsonl") if event["severity"] != "info"], folder

@@ -17,7 +17,7 @@ from ds_silent.capture.reduced_gradient import Remembered
 from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.torch_common import cut, nth_share, row_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 STEPS, RANKS = 4, 4
 
@@ -162,8 +162,8 @@ def train_all(directory: str, odd: int | None) -> dict[str, Any]:
 
 
 def test_clipping_a_gradient_of_any_layout_is_no_change_that_is_hidden(tmp_path: Path) -> None:
-    observed = run_distributed(train_all, RANKS, (str(tmp_path), None))[0]
-    plain = run_distributed(train_all, RANKS, ("", None))[0]
+    cases = {"observed": (str(tmp_path), None), "plain": ("", None)}
+    observed, plain = run_distributed(each, RANKS, (train_all, cases))[0].values()
     for name, (events, records, weights) in observed.items():
         assert [one for one in events if one["severity"] != "info" or one["kind"] == "gradient-changed"] == [], name
         assert len(records) == STEPS, name

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 
 STEPS = 8
 
@@ -42,20 +42,19 @@ def train(framework: str, accumulation: int, clips: bool, directory: Path) -> No
     observer.close()
 
 
-@pytest.mark.parametrize(
-    ("framework", "accumulation", "clips"),
-    [("ddp", 2, False), ("ddp", 2, True), ("ddp", 3, False), ("fsdp2", 2, True)],
-)
-def test_nothing_is_told_while_the_number_is_learned(
-    framework: str, accumulation: int, clips: bool, tmp_path: Path
-) -> None:
-    run_distributed(train, 2, (framework, accumulation, clips, tmp_path))
-    assert list(read_events(tmp_path / "events.jsonl")) == []
-    records = list(read_metrics(tmp_path / "metrics.jsonl"))
-    assert [record["step"] for record in records] == list(range(2, STEPS + 1))
-    for record in records:
-        assert record["samples"] == 2 * 4 * accumulation * record["step"]
-        assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
+CASES = (("ddp", 2, False), ("ddp", 2, True), ("ddp", 3, False), ("fsdp2", 2, True))
+
+
+def test_nothing_is_told_while_the_number_is_learned(tmp_path: Path) -> None:
+    run_distributed(each, 2, (train, {case: (*case, tmp_path / str(case)) for case in CASES}))
+    for framework, accumulation, clips in CASES:
+        case = str((framework, accumulation, clips))
+        assert list(read_events(tmp_path / case / "events.jsonl")) == [], case
+        records = list(read_metrics(tmp_path / case / "metrics.jsonl"))
+        assert [record["step"] for record in records] == list(range(2, STEPS + 1)), case
+        for record in records:
+            assert record["samples"] == 2 * 4 * accumulation * record["step"], case
+            assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"], case
 
 
 def over_rows(directory: Path) -> None:

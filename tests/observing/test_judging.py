@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +12,7 @@ import ds_silent
 from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks import worker
 from tests.support import ddp_training, training
-from tests.support.distributed import run_distributed, wait_for
+from tests.support.distributed import each, run_distributed, wait_for
 
 STEPS = 6
 
@@ -50,8 +49,9 @@ def train(framework: str, directory: Path, interval: int) -> None:
     observer.close()
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2", "deepspeed"])
-def test_a_step_waits_for_the_next_backward(framework: str, interval: int, tmp_path: Path) -> None:
-    run_distributed(train, 2, (framework, tmp_path, interval))
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS // interval
+def test_a_step_waits_for_the_next_backward(tmp_path: Path) -> None:
+    cases = [(framework, interval) for framework in ("ddp", "fsdp2", "deepspeed") for interval in (1, 2)]
+    folders = {(framework, interval): tmp_path / f"{framework} {interval}" for framework, interval in cases}
+    run_distributed(each, 2, (train, {case: (case[0], folder, case[1]) for case, folder in folders.items()}))
+    for (_, interval), folder in folders.items():
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == STEPS // interval, folder

@@ -28,7 +28,7 @@ from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.collectives import Call, check_collectives, record_collectives
 from tests.support.ddp_training import DDPCase
 from tests.support.ddp_training import build as build_ddp
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 from tests.support.interpreter import interpreter
 from tests.support.made_records import Run
 from tests.support.traced_training import Cell
@@ -69,15 +69,17 @@ def break_one_rank(directory: str, where: str) -> dict[str, Any]:
     return {"measuring": measuring, "weights": _hash_weights(engine), "plain": plain.weights}
 
 
-@pytest.mark.parametrize("where", ["hook", "boundary"])
-def test_an_internal_error_ends_observation_on_all_ranks_at_the_same_step(where: str, tmp_path: Path) -> None:
-    results = run_distributed(break_one_rank, 2, (str(tmp_path), where))
-    for result in results:
-        assert result["measuring"] == [True] * 3 + [False] * 5  # step 4 reads what step 3 sent
-        assert result["weights"] == result["plain"]
-    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2]
-    [event] = read_events(tmp_path / "on" / "events.jsonl")
-    assert (event["kind"], event["step"], event["ranks"]) == ("observer-off", 3, [1])
+def test_an_internal_error_ends_observation_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+    cases = {where: (str(tmp_path / where), where) for where in ("hook", "boundary")}
+    ranks = run_distributed(each, 2, (break_one_rank, cases))
+    for where in cases:
+        for result in (of_rank[where] for of_rank in ranks):
+            assert result["measuring"] == [True] * 3 + [False] * 5, where  # step 4 reads what step 3 sent
+            assert result["weights"] == result["plain"], where
+        directory = tmp_path / where / "on"
+        assert [record["step"] for record in read_metrics(directory / "metrics.jsonl")] == [1, 2], where
+        [event] = read_events(directory / "events.jsonl")
+        assert (event["kind"], event["step"], event["ranks"]) == ("observer-off", 3, [1]), where
 
 
 # -- a rank that is killed -------------------------------------------------------------------------
@@ -290,10 +292,19 @@ def follow_rows(directory: str, interval: int) -> list[Any]:
     return [(event.step, event.kind, event.ranks) for event in events]
 
 
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[Any], Path]]:
+    """Rank 0's events and the directory, by interval."""
+    directory = tmp_path_factory.mktemp("rows")
+    cases = {interval: (str(directory / str(interval)), interval) for interval in (1, 2)}
+    events = run_distributed(each, 2, (follow_rows, cases))[0]
+    return {interval: (events[interval], directory / str(interval) / "on") for interval in cases}
+
+
 @pytest.mark.parametrize("interval", [1, 2])
-def test_rows_are_followed_exactly_through_epochs_and_a_resume(interval: int, tmp_path: Path) -> None:
-    events = run_distributed(follow_rows, 2, (str(tmp_path), interval))[0]
-    coverage = {record["step"]: record["coverage"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")}
+def test_rows_are_followed_exactly_through_epochs_and_a_resume(interval: int, followed: Any) -> None:
+    events, directory = followed[interval]
+    coverage = {record["step"]: record["coverage"] for record in read_metrics(directory / "metrics.jsonl")}
     # visits, distinct rows and shared rows after each step, by hand
     truth = {1: (12, 12, 0), 2: (24, 24, 0), 3: (36, 30, 6), 4: (48, 42, 0), 5: (12, 12, 0), 6: (24, 24, 0)}
     for step in range(interval, 7, interval):
@@ -428,26 +439,25 @@ def refuse_and_end(changes: dict[str, Any], directory: str) -> tuple[str, bool]:
     return refuse(changes, directory), let_gloo_end_first.cache_info().currsize == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-            "zero_optimization.offload_optimizer.super_offload true",
-        ),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type OneBitAdam"),
-        ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, "optimizer.type ZeroOneAdam"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"silent_consistency": {"direction": {"sketch_size": 1000}}}, "sketch_size must"),
-        ({"silent_consistancy": {}}, 'did you mean "silent_consistency"'),
-    ],
-)
-def test_what_cannot_be_observed_is_refused_on_every_rank(changes: Any, sentence: str, tmp_path: Path) -> None:
-    for message in run_distributed(refuse, 2, (changes, str(tmp_path))):
-        assert sentence in message
-        assert "\n" not in message
+SUPER_OFFLOAD = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+REFUSED: dict[str, dict[str, Any]] = {  # the sentence, and the change of the ds_config that it is said of
+    "compile.deepcompile": {"compile": {"deepcompile": True}},
+    "zero_optimization.zenflow": {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
+    "zero_optimization.offload_optimizer.super_offload true": {"zero_optimization": {"stage": 3, **SUPER_OFFLOAD}},
+    "optimizer.type OneBitAdam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
+    "optimizer.type ZeroOneAdam": {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}},
+    "sparse_gradients": {"sparse_gradients": True},
+    "sketch_size must": {"silent_consistency": {"direction": {"sketch_size": 1000}}},
+    'did you mean "silent_consistency"': {"silent_consistancy": {}},
+}
+
+
+def test_what_cannot_be_observed_is_refused_on_every_rank(tmp_path: Path) -> None:
+    cases = {sentence: (changes, str(tmp_path)) for sentence, changes in REFUSED.items()}
+    for messages in run_distributed(each, 2, (refuse, cases)):
+        for sentence, message in messages.items():
+            assert sentence in message
+            assert "\n" not in message
 
 
 def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 from tests.support.training import Case, build, engine_of, one_step
 
 
@@ -33,17 +32,19 @@ def ended_by_an_event(directory: str, stop_on: str) -> dict[str, Any]:
     return {"steps": steps, "status": status}
 
 
-@pytest.mark.parametrize(("stop_on", "steps", "status"), [("never", 8, None), ("error", 5, 3), ("warning", 5, 3)])
-def test_an_event_ends_the_training_on_all_ranks_at_once(
-    stop_on: str, steps: int, status: int | None, tmp_path: Path
-) -> None:
-    results = run_distributed(ended_by_an_event, 2, (str(tmp_path), stop_on))
-    assert results == [{"steps": steps, "status": status}] * 2
-    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "replica-drift"]
-    assert (event["where"], event["ranks"], event["severity"]) == ("frozen.weight", [], "error")  # two cannot outvote
-    assert "that of step 2" in event["message"]
-    records = read_metrics(tmp_path / "on" / "metrics.jsonl")
-    assert [record["integrity"]["replica_groups"] for record in records][:3] == [[[0, 1]], [[0, 1]], [[0], [1]]]
+def test_an_event_ends_the_training_on_all_ranks_at_once(tmp_path: Path) -> None:
+    ended = {"steps": 5, "status": 3}
+    ends = {"never": {"steps": 8, "status": None}, "error": ended, "warning": ended}
+    cases = {stop_on: (str(tmp_path / stop_on), stop_on) for stop_on in ends}
+    assert run_distributed(each, 2, (ended_by_an_event, cases)) == [ends] * 2
+    for stop_on in ends:
+        directory = tmp_path / stop_on / "on"
+        [event] = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "replica-drift"]
+        told = event["where"], event["ranks"], event["severity"]
+        assert told == ("frozen.weight", [], "error"), stop_on  # two cannot outvote
+        assert "that of step 2" in event["message"], stop_on
+        groups = [record["integrity"]["replica_groups"] for record in read_metrics(directory / "metrics.jsonl")]
+        assert groups[:3] == [[[0, 1]], [[0, 1]], [[0], [1]]], stop_on
 
 
 def resumed_with_other_weights(directory: str, changed: bool) -> None:
@@ -63,13 +64,15 @@ def resumed_with_other_weights(directory: str, changed: bool) -> None:
     observer.close()
 
 
-@pytest.mark.parametrize("changed", [True, False])
-def test_a_resume_verifies_the_weights(changed: bool, tmp_path: Path) -> None:
-    run_distributed(resumed_with_other_weights, 2, (str(tmp_path), changed))
-    found = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "initial-weights-mismatch"]
-    assert [(e["step"], e["where"]) for e in found] == ([(3, "checkpoint")] if changed else [])
-    groups = [r["integrity"]["replica_groups"] for r in read_metrics(tmp_path / "on" / "metrics.jsonl")]
-    assert groups == [None, None, [[0, 1]], [[0, 1]]]  # compared after the resume, and at step 4
+def test_a_resume_verifies_the_weights(tmp_path: Path) -> None:
+    cases = {changed: (str(tmp_path / str(changed)), changed) for changed in (True, False)}
+    run_distributed(each, 2, (resumed_with_other_weights, cases))
+    for changed in cases:
+        directory = tmp_path / str(changed) / "on"
+        found = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "initial-weights-mismatch"]
+        assert [(e["step"], e["where"]) for e in found] == ([(3, "checkpoint")] if changed else [])
+        groups = [r["integrity"]["replica_groups"] for r in read_metrics(directory / "metrics.jsonl")]
+        assert groups == [None, None, [[0, 1]], [[0, 1]]], changed  # compared after the resume, and at step 4
 
 
 def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
@@ -90,10 +93,12 @@ def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
     return [int(engine.global_steps)]
 
 
-@pytest.mark.parametrize("limit", [64, 1, 0], ids=["gathered", "constant size", "in blocks"])
-def test_a_rank_that_publishes_early_leaves_no_other_waiting(limit: int, tmp_path: Path) -> None:
-    results = run_distributed(flushed_on_one_rank, 3, (str(tmp_path), limit), timeout=60)
-    assert results == [[7]] * 3
-    [event] = [e for e in read_events(tmp_path / "on" / "events.jsonl") if e["kind"] == "replica-drift"]
-    assert (event["step"], event["where"], event["ranks"]) == (4, "frozen.weight", [2])
-    assert [record["step"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+def test_a_rank_that_publishes_early_leaves_no_other_waiting(tmp_path: Path) -> None:
+    cases = {limit: (str(tmp_path / str(limit)), limit) for limit in (64, 1, 0)}  # gathered, constant size, in blocks
+    assert run_distributed(each, 3, (flushed_on_one_rank, cases)) == [{64: [7], 1: [7], 0: [7]}] * 3
+    for limit in cases:
+        directory = tmp_path / str(limit) / "on"
+        [event] = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "replica-drift"]
+        assert (event["step"], event["where"], event["ranks"]) == (4, "frozen.weight", [2]), limit
+        steps = [record["step"] for record in read_metrics(directory / "metrics.jsonl")]
+        assert steps == [1, 2, 3, 4, 5, 6, 7], limit

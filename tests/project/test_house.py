@@ -10,15 +10,20 @@ import ds_silent
 from benchmarks import house, unchanged
 
 
-def test_rooms_import_from_the_floors_below_them_only() -> None:
-    found = house.imports()
+@pytest.fixture(scope="module")
+def found() -> list[house.Import]:
+    """Every import of the package by the package."""
+    return house.imports()
+
+
+def test_rooms_import_from_the_floors_below_them_only(found: list[house.Import]) -> None:
     assert len(found) > 500  # it reads them
     assert [f"{one.file} -> {one.target}: {one.names}" for one in house.upward(found)] == []
     assert {room for one in found for room in one.rooms} == set(house.FLOORS), "a room that FLOORS does not name"
 
 
-def test_nothing_runs_in_a_circle() -> None:
-    assert house.circles(house.between_rooms(house.imports())) == []
+def test_nothing_runs_in_a_circle(found: list[house.Import]) -> None:
+    assert house.circles(house.between_rooms(found)) == []
     assert house.circles(house.between_files(house.imports(types=False))) == []
 
 

@@ -19,7 +19,7 @@ from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.sinks.jsonl import read_events
 from tests.support import ddp_training, training
 from tests.support.ddp_training import DDPCase, FSDP2Case
-from tests.support.distributed import run_distributed
+from tests.support.distributed import each, run_distributed
 from tests.support.training import Case
 
 STEPS = 5
@@ -119,9 +119,24 @@ def begin(place: Path, case: Case, how: str) -> list[dict[str, Any]]:
     return [event for event in read_events(path) if event["kind"] == "update-mismatch"] if path.exists() else []
 
 
+BEGUN = (
+    *((0, dtype, "begun") for dtype in ("bf16", "fp16")),
+    *((0, "bf16", how) for how in ("resumed", "set back")),
+    *((1, "bf16", how) for how in ("begun", "resumed")),
+)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, list[dict[str, Any]]]]:
+    """By rank and by stage, dtype and how it has begun."""
+    directory = tmp_path_factory.mktemp("begun")
+    cases = {case: (directory / str(case), Case(case[0], case[1]), case[2]) for case in BEGUN}
+    return run_distributed(each, 2, (begin, cases))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_stage_0_counts_a_step_without_gradients_which_is_a_note(tmp_path: Path, dtype: str) -> None:
-    ((event,), _) = run_distributed(begin, 2, (tmp_path, Case(0, dtype), "begun"))
+def test_stage_0_counts_a_step_without_gradients_which_is_a_note(begun: Any, dtype: str) -> None:
+    [event] = begun[0][0, dtype, "begun"]
     told = {key: event[key] for key in ("step", "severity", "ranks", "where", "message")}
     assert told == {
         "step": 2,
@@ -137,5 +152,5 @@ def test_stage_0_counts_a_step_without_gradients_which_is_a_note(tmp_path: Path,
 @pytest.mark.parametrize(
     ("stage", "how"), [(0, "resumed"), (0, "set back"), (1, "begun"), (1, "resumed")], ids=lambda v: str(v)
 )
-def test_a_count_of_steps_that_were_taken_is_none(tmp_path: Path, stage: int, how: str) -> None:
-    assert run_distributed(begin, 2, (tmp_path, Case(stage, "bf16"), how)) == [[], []]
+def test_a_count_of_steps_that_were_taken_is_none(begun: Any, stage: int, how: str) -> None:
+    assert [of_rank[stage, "bf16", how] for of_rank in begun] == [[], []]
