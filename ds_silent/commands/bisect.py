@@ -24,6 +24,7 @@ from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that
 from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.integrations import BLOCK_FILE
+from ds_silent.json_form import to_json
 from ds_silent.text import mistake, one_line, printable, shortened
 
 PLACE = "{output_dir}"
@@ -71,7 +72,7 @@ def bisect_command(
 
         found = first_that_parts(releases, compared)
         if json_path is not None:
-            Path(json_path).write_text(json.dumps(_as_json(package, found), indent=1) + "\n", encoding="utf-8")
+            Path(json_path).write_text(json.dumps(to_json(_as_json(package, found)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:
