@@ -72,7 +72,8 @@ def bisect_command(
 
         found = first_that_parts(releases, compared)
         if json_path is not None:
-            Path(json_path).write_text(json.dumps(to_json(_as_json(package, found)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            text = json.dumps(to_json(_as_json(package, found)), indent=1, allow_nan=False)
+            Path(json_path).write_text(f"{text}\n", encoding="utf-8")
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:

@@ -11,7 +11,7 @@ reduces, and masters that it fills.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,11 +63,12 @@ class OutsideModel(Rule):
         if self._unheld is None and groups is not None and isinstance(root, Tensor):
             own = set(map(id, self._framework.module.parameters()))
             masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
-            kept = [group for one in _alive(torch.optim.Optimizer) for group in getattr(one, "param_groups", ())]
-            held = {id(one) for group in (*groups, *(group["params"] for group in kept)) for one in group}
-            unheld = [one for one in leaves_of(root) if id(one) not in own | held and one.shape not in masters]
-            names = list(_names_of(unheld, self._framework.wrapper).values()) if unheld else []
-            self._unheld = (_no_optimizer(names, self._framework.step),) if names else ()
+            own |= {id(one) for group in groups for one in group}
+            unheld = [one for one in leaves_of(root) if id(one) not in own and one.shape not in masters]
+            names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects
+            held = {id(one) for one in _held_by_optimizers()} if names else set()
+            left = [name for one, name in names.items() if id(one) not in held]
+            self._unheld = (_no_optimizer(left, self._framework.step),) if left else ()
 
     def _arrives(self, parameter: Tensor) -> None:
         if self._looks < _LOOKS and parameter.grad is not None:
@@ -135,8 +136,11 @@ def _no_optimizer(names: list[str], step: int) -> Breach:
     return Breach("outside, in no optimizer", "update-mismatch", "info", names[0], message, remedy, step)
 
 
-def _alive(kind: type) -> list[Any]:
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+def _held_by_optimizers() -> Iterator[Any]:
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            for group in getattr(one, "param_groups", ()):
+                yield from group["params"]
 
 
 def _is_plain(parameter: Tensor) -> bool:
