@@ -28,6 +28,7 @@ from ds_silent.rules.rule import Breach, Rule
 
 _LOOKS, _ELEMENTS, _SHOWN = 8, 64, 3
 _NODES = 1 << 16
+_UNNAMED = "a parameter of no module"
 _CLIPPED = 1e-3  # of the largest element: what a clipping's factor leaves of proportion, also in bf16 with few elements
 
 
@@ -51,7 +52,7 @@ class OutsideModel(Rule):
         beside = [one for group in groups for one in group if id(one) not in own and _is_plain(one)]
         if not beside:
             return
-        self._names = _names_of(beside, self._framework.wrapper)
+        self._names = {one: name or _UNNAMED for one, name in _names_of(beside, self._framework.wrapper).items()}
         self._key = f"outside:{short_hash([_some(one.detach()).tolist() for one in self._names])}"
         for parameter in self._names:
             patches.hook(parameter.register_post_accumulate_grad_hook, partial(safely, self._arrives))
@@ -67,7 +68,7 @@ class OutsideModel(Rule):
             unheld = [one for one in leaves_of(root) if id(one) not in own and one.shape not in masters]
             names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects
             held = {id(one) for one in _held_by_optimizers()} if names else set()
-            left = [name for one, name in names.items() if id(one) not in held]
+            left = [name for one, name in names.items() if name and id(one) not in held]  # FSDP2's own are in no module
             self._unheld = (_no_optimizer(left, self._framework.step),) if left else ()
 
     def _arrives(self, parameter: Tensor) -> None:
@@ -152,8 +153,8 @@ def _some(values: Tensor) -> Tensor:
 
 
 def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
-    """Return those that no other wrapper of the process reduces, and what a module calls each."""
-    names = {id(one): f"a parameter of shape {tuple(one.shape)}" for one in parameters}
+    """Return those that no other wrapper of the process reduces, and what a module calls each; "" where none does."""
+    names = {id(one): "" for one in parameters}
     for held in gc.get_objects():
         if issubclass(type(held), DistributedDataParallel) and held is not own:
             for one in held.parameters():

@@ -33,6 +33,7 @@ SILENT = (
     "classifier, frozen",
     "classifier, masters",
     "classifier, in no optimizer",
+    "classifier, wrapped, fully_shard in parts",
 )
 
 
@@ -54,10 +55,12 @@ class Head(nn.Module):
 
 def _train(directory: str, kind: str) -> list[float]:
     torch.manual_seed(0)
-    model: Any = nn.Linear(8, 8)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     if "fully_shard" in kind:
         from torch.distributed.fsdp import fully_shard
 
+        for part in model if "parts" in kind else ():
+            fully_shard(part)
         fully_shard(model)
     else:
         model = DistributedDataParallel(model)
