@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ import typer
 from rich.console import Console
 
 from ds_silent.drill import run_trial
-from ds_silent.drill.run_drill import DrillOptions, perform, setting_of, trials_of
+from ds_silent.drill.run_drill import DrillOptions, perform, setting_of
 from ds_silent.practice.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,19 +99,18 @@ def differing(before: dict[str, list[str]], after: dict[str, list[str]]) -> Iter
 
 def records_of(options: DrillOptions) -> dict[str, list[str]]:
     """A hash of every line of every file that the trainings of one cell write."""
-    setting = setting_of(options)
-    trials, _ = trials_of(DrillOptions(**{**vars(options), "faults": FAULTS}), setting)
+    given = (replace(options, faults=FAULTS), setting_of(options))
     with tempfile.TemporaryDirectory(prefix="ds_silent_unchanged_") as directory:
-        for _ in on_ranks(perform_all, (setting, trials, directory), options.ranks):
+        for _ in on_ranks(perform_all, (*given, directory), options.ranks):
             pass
         files = sorted(path for path in Path(directory).rglob("*") if path.suffix in (".json", ".jsonl"))
         return {str(path.relative_to(directory)): list(lines_of(path, directory)) for path in files}
 
 
-def perform_all(send: Any, setting: Any, trials: Any, directory: str) -> None:
+def perform_all(send: Any, options: Any, setting: Any, directory: str) -> None:
     """On every rank. No training ends when rank 0 has read of its fault, which it does sooner or later."""
     run_trial.AFTER_FOUND = 10**6
-    perform(send, setting, trials, directory)
+    perform(send, options, setting, directory)
 
 
 def lines_of(path: Path, directory: str) -> Iterator[str]:

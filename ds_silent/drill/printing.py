@@ -122,17 +122,12 @@ def _table(outcome: Outcome) -> Table:
     for title in ("fault", "expected event", "struck", "found", "ranks", "repaired", "mean loss"):
         table.add_column(title, no_wrap=title in ("fault", "expected event"))
     for result in outcome.results:
-        table.add_row(*_row(result))
+        fault, step, shift = result.trial.fault, result.trial.target.step, result.loss_shift
+        struck = "" if fault is None else "at start" if step <= 1 else f"step {step}"
+        loss = "" if shift is None else f"{shift:+.1f} σ" if math.isfinite(shift) else "not finite"
+        kind = "none" if fault is None else fault.kind
+        table.add_row(result.trial.name, kind, struck, _answer(result), _who(result), _repaired(result), loss)
     return table
-
-
-def _row(result: Result) -> tuple[str | Text, ...]:
-    fault, verdict, name = result.trial.fault, result.verdict, result.trial.name
-    if fault is None:
-        answer = Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
-        return name, "none", "", answer, _ranks(verdict.ranks), _repaired(result), ""
-    struck = "at start" if result.trial.target.step <= 1 else f"step {result.trial.target.step}"
-    return name, fault.kind, struck, _answer(result), _who(result, fault), _repaired(result), _loss(result)
 
 
 def _repaired(result: Result) -> Text:
@@ -148,6 +143,8 @@ def _repaired(result: Result) -> Text:
 
 def _answer(result: Result) -> Text:
     verdict = result.verdict
+    if result.trial.fault is None:
+        return Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
     if verdict.found:
         place = "preflight" if verdict.step == 0 else f"step {verdict.step}"
         return Text(f"{place}{' (late)' if verdict.late else ''}", "bold red" if verdict.late else "green")
@@ -158,23 +155,12 @@ def _answer(result: Result) -> Text:
     return Text(f"{verdict.answer}: {verdict.kind} at step {verdict.step}", "bold red")
 
 
-def _who(result: Result, fault: Fault) -> Text:
-    verdict = result.verdict
+def _who(result: Result) -> Text:
+    fault, verdict = result.trial.fault, result.verdict
     if verdict.answer in ("missed", "wrong kind", "below rounding"):
         return Text("")
-    shown = _ranks(verdict.ranks)
-    if verdict.answer == "wrong ranks":
-        expected = _ranks(fault.expected_ranks(result.trial.target)[0])
+    shown = ", ".join(map(str, verdict.ranks))
+    if verdict.answer == "wrong ranks" and fault is not None:
+        expected = ", ".join(map(str, fault.expected_ranks(result.trial.target)[0]))
         return Text(f"{shown}, should be {expected}", "bold red")
     return Text(shown)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _loss(result: Result) -> str:
-    shift = result.loss_shift
-    if shift is None:
-        return ""
-    return f"{shift:+.1f} σ" if math.isfinite(shift) else "not finite"

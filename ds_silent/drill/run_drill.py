@@ -89,7 +89,7 @@ def run_drill(options: DrillOptions, heard: Callable[[str], None] = lambda name:
     trials, skipped = trials_of(options, setting)
     runs = []
     with tempfile.TemporaryDirectory(prefix="ds_silent_drill_") as directory:
-        for run in on_ranks(perform, (setting, trials, directory), options.ranks):
+        for run in on_ranks(perform, (options, setting, directory), options.ranks):
             runs.append(run)
             heard(run.name)
     return Outcome(setting, tuple(judged(trials, runs, setting)), skipped)
@@ -114,10 +114,10 @@ def setting_of(options: DrillOptions) -> DrillSetting:
     return make_setting(given, options.ranks, options.stage, options.dtype, options.framework)
 
 
-def perform(send: Callable[[TrialRun], None], setting: DrillSetting, trials: tuple[Trial, ...], directory: str) -> None:
+def perform(send: Callable[[TrialRun], None], options: DrillOptions, setting: DrillSetting, directory: str) -> None:
     """Run all trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
     start = prepare(setting)
-    for trial in trials:
+    for trial in trials_of(options, setting)[0]:  # faults are functions, which no process can send another
         send(run_trial(start, trial, Path(directory, trial.name)))
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from ds_silent.drill.faults.injection import NOTHING, STEPS_PER_EPOCH, Batch, Injection, Shard
 from ds_silent.drill.setting import FRAMEWORKS, DrillSetting
-from ds_silent.drill.training import SEED, DrillTraining, Script, Trial
+from ds_silent.drill.training import SEED, DrillTraining, Script, Trial, state_of
 from ds_silent.drill.verdicts import alarms, judge
 from ds_silent.practice.model import PracticeModel, PracticeRows, make_rows, warm_up
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -75,23 +76,27 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     """Train until the fault is found (and a little longer) or ``trial.steps`` are over. A collective."""
     me, fault = dist.get_rank(), trial.fault
     setting = start.setting.answering(trial.response)
-    start = replace(start, setting=setting.probing() if trial.of_language_model else setting)
+    if trial.of_language_model:
+        setting = setting.probing()
     injection = NOTHING if fault is None else fault.inject(trial.target, me)
+    deal = _Deal(setting, start.rows, injection)
+    loader = SimpleNamespace(sampler=deal.sampler)  # a loader, as far as the observer asks one
     losses: list[float] = []
     states: list[str] = []
-    with _environment(injection.environment):
-        # a loader, as far as the observer asks one for its sampler
-        loader = SimpleNamespace(sampler=_sampler(len(start.rows.tokens), _shard(injection, me)))
-        with _training(start.setting, Script(trial, injection, start.weights, loader, output_dir)) as training:
-            training.observer.samples_per_epoch = len(start.rows.tokens)
-            deal = _Deal(start, injection, loader.sampler)
-            watch = _EventWatch(trial, output_dir, start.setting)
-            for step in range(1, trial.steps + 1):
-                losses.append(training.step(deal.batches(step), step))
-                if trial.hashed:
-                    states.append(training.state())
-                if watch.over(step):
-                    break
+    end: int | None = None
+    with (
+        patch.dict(os.environ, injection.environment),
+        _training(setting, Script(trial, injection, start.weights, loader, output_dir)) as training,
+    ):
+        training.observer.samples_per_epoch = len(start.rows.tokens)
+        for step in range(1, trial.steps + 1):
+            losses.append(training.step(deal.batches(step), step))
+            if trial.hashed:  # to the last step: what was repaired must stay so
+                states.append(state_of(training.module, training.optimizer))
+            elif end is None and _decided(trial, output_dir, setting):
+                end = step + AFTER_FOUND * setting.interval
+            if step == end:
+                break
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, states))
     means = tuple(sum(values) / len(values) for values in zip(*(own for own, _ in everyone), strict=True))
@@ -103,11 +108,23 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
     return TrialRun(trial.name, tuple(_events(output_dir)), means, change, rounding, hashes)
 
 
-def _training(setting: DrillSetting, script: Script) -> AbstractContextManager[DrillTraining]:
+@contextmanager
+def _training(setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
     """Make a training, observed and with the script's fault in it; import its framework alone. A collective."""
     module, name = FRAMEWORKS[setting.framework].training.split(".")
     kind: type[DrillTraining] = getattr(importlib.import_module(f"ds_silent.drill.{module}"), name)
-    return kind.running(setting, script)
+    with kind.surroundings(), kind(setting, script).reached() as training:  # type: ignore[call-arg]
+        yield training
+
+
+def _decided(trial: Trial, output_dir: Path, setting: DrillSetting) -> bool:
+    """Whether rank 0 has read an event that says whether the fault was found. A collective."""
+    word = torch.zeros(1, dtype=torch.int32)
+    if dist.get_rank() == 0 and trial.fault is not None and alarms(events := _events(output_dir)):
+        verdict = judge(trial.fault, trial.target, events, setting.interval, setting.replica_interval)
+        word.fill_(verdict.answer in ("found", "false alarm"))
+    dist.broadcast(word, src=0)
+    return bool(word.item())
 
 
 def _events(output_dir: Path) -> list[dict[str, Any]]:
@@ -124,95 +141,40 @@ def _rounding(output_dir: Path, step: int) -> float | None:
     return None
 
 
-@contextmanager
-def _environment(changes: Any) -> Iterator[None]:
-    before = {name: os.environ[name] for name in changes if name in os.environ}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes:
-            del os.environ[name]
-        os.environ.update(before)
-
-
 class _Deal:
     """Deals the rows of each step through torch's own sampler, as the injection lets this rank see it.
 
     ``sampler``: the one that the observer knows; it is told each epoch, as scripts do.
     """
 
-    def __init__(self, start: Start, injection: Injection, sampler: DistributedSampler[int]) -> None:
-        self._start, self._injection, self._sampler = start, injection, sampler
-        self._me = dist.get_rank()
-        self._shard = _shard(injection, self._me)
-        setting = start.setting
+    def __init__(self, setting: DrillSetting, rows: PracticeRows, injection: Injection) -> None:
+        self._rows, self._injection, self._micro_batch = rows, injection, setting.micro_batch
         self._per_rank = setting.micro_batch * setting.accumulation
+        shard = Shard(dist.get_world_size(), dist.get_rank(), SEED)
+        self._shard = shard if injection.shard is None else injection.shard(shard)
         self._order = lru_cache(maxsize=16)(self._shuffled)
+        self.sampler = self._sampler(self._shard)
 
     def batches(self, step: int) -> list[Batch]:
-        injection, me = self._injection, self._me
-        self._sampler.set_epoch((step - 1) // STEPS_PER_EPOCH)
-        rows = self.rows_of(*(injection.rows(me, step) if injection.rows else (me, step)))
-        content = self.rows_of(*injection.content(me, step)) if injection.content else rows
-        size, known = self._start.setting.micro_batch, self._start.rows
-        parts = zip(torch.split(rows, size), torch.split(content, size), strict=True)
+        injection, me, known = self._injection, dist.get_rank(), self._rows
+        self.sampler.set_epoch((step - 1) // STEPS_PER_EPOCH)
+        rows = self._rows_of(*(injection.rows(me, step) if injection.rows else (me, step)))
+        content = self._rows_of(*injection.content(me, step)) if injection.content else rows
+        parts = zip(torch.split(rows, self._micro_batch), torch.split(content, self._micro_batch), strict=True)
         batches = [Batch(ids, known.tokens[own], known.labels[own]) for ids, own in parts]
         return batches if injection.batch is None else [injection.batch(batch, step) for batch in batches]
 
-    def rows_of(self, rank: int, step: int) -> Tensor:
-        shard = self._shard if rank == self._me else replace(self._shard, rank=rank)
+    def _rows_of(self, rank: int, step: int) -> Tensor:
+        shard = self._shard if rank == dist.get_rank() else replace(self._shard, rank=rank)
         per_epoch = len(self._order(shard, 0)) // self._per_rank
         epoch, within = divmod(step - 1, per_epoch)
         return self._order(shard, epoch)[within * self._per_rank : (within + 1) * self._per_rank]
 
     def _shuffled(self, shard: Shard, epoch: int) -> Tensor:
-        sampler = _sampler(len(self._start.rows.tokens), shard)
+        sampler = self._sampler(shard)
         sampler.set_epoch(epoch)
         return torch.tensor(list(sampler), dtype=torch.int64)
 
-
-def _shard(injection: Injection, rank: int) -> Shard:
-    shard = Shard(dist.get_world_size(), rank, SEED)
-    return shard if injection.shard is None else injection.shard(shard)
-
-
-def _sampler(rows: int, shard: Shard) -> DistributedSampler[int]:
-    return DistributedSampler(
-        range(rows),  # type: ignore[arg-type]  # anything with a length
-        num_replicas=shard.ranks,
-        rank=shard.rank,
-        shuffle=True,
-        seed=shard.seed,
-        drop_last=True,
-    )
-
-
-class _EventWatch:
-    """Rank 0 reads the events, all ranks end together."""
-
-    def __init__(self, trial: Trial, output_dir: Path, setting: DrillSetting) -> None:
-        self._trial, self._directory, self._setting = trial, output_dir, setting
-        self._end: int | None = None
-        self._read = 0
-
-    def over(self, step: int) -> bool:
-        """Whether this was the last step. A collective."""
-        word = torch.zeros(1, dtype=torch.int32)
-        if dist.get_rank() == 0:
-            word.fill_(int(self._decided(step)))
-        dist.broadcast(word, src=0)
-        return bool(word.item())
-
-    def _decided(self, step: int) -> bool:
-        trial, setting = self._trial, self._setting
-        if trial.fault is None or trial.response is not None:  # what was repaired must stay so
-            return False
-        if self._end is None:
-            events = _events(self._directory)
-            if len(events) > self._read and alarms(events):
-                self._read = len(events)
-                verdict = judge(trial.fault, trial.target, events, setting.interval, setting.replica_interval)
-                if verdict.found or verdict.answer == "false alarm":
-                    self._end = step + AFTER_FOUND * setting.interval
-        return self._end is not None and step >= self._end
+    def _sampler(self, shard: Shard) -> DistributedSampler[int]:
+        rows: Any = range(len(self._rows.tokens))  # anything with a length
+        return DistributedSampler(rows, shard.ranks, shard.rank, shuffle=True, seed=shard.seed, drop_last=True)

@@ -14,7 +14,6 @@ reduced in fp32 and the optimizer updates fp32 copies, as Megatron's own trainin
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,26 +125,32 @@ class DrillSetting:
         if direction.get("method") == "off":
             direction["method"] = "sketch"
         integrity = {**section(own, "integrity"), "aggregation": True, **response.block.get("integrity", {})}
-        block = {**own, **response.block, "interval": 1, "direction": direction, "integrity": integrity}
-        config = {**self.config, BLOCK: block}
-        parsed = parse(config)
-        assert parsed is not None
-        self._refuse(config, parsed)
-        return replace(self, config=config, block=parsed)
+        answering = self._with({**response.block, "interval": 1, "direction": direction, "integrity": integrity})
+        answering._refuse()
+        return answering
 
     def probing(self) -> DrillSetting:
-        config = {**self.config, BLOCK: {**self.config[BLOCK], "probe": True}}
-        return replace(self, config=config, block=self.block.model_copy(update={"probe": True}))
+        return self._with({"probe": True})
 
     def why_not(self, fault: Fault) -> str | None:
         """Say why a fault means nothing in such a training; None where it does."""
-        why = self._not_applicable(fault)
-        if why is not None or fault.response is None:
-            return why
-        if self.ranks < fault.response.least_ranks:
-            return f"needs at least {fault.response.least_ranks} ranks"
+        fault, response = fault.under(self.variant), fault.response
+        if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
+            return "transformers is not installed"
+        other_dtype, too_few = self.dtype not in fault.dtypes, self.accumulation < fault.accumulation
+        if self.framework == "deepspeed":
+            if self.stage not in fault.stages or other_dtype or too_few:
+                return f"means nothing under {self._cell}"
+        elif self.variant in fault.not_applicable:
+            return fault.not_applicable[self.variant]
+        elif other_dtype:
+            return f"it is tried in {', '.join(fault.dtypes)} only"
+        elif too_few:
+            return f"it takes gradient_accumulation_steps {fault.accumulation} in the configuration"
+        if response is not None and self.ranks < response.least_ranks:
+            return f"needs at least {response.least_ranks} ranks"
         try:
-            self.answering(fault.response)
+            self.answering(response)
         except ConfigError as error:
             return str(error)
         return None
@@ -153,41 +158,33 @@ class DrillSetting:
     def left_out(self, faults: list[Fault]) -> list[str]:
         """Name faults that are left out, in lines for the report."""
         if self.framework == "deepspeed":
-            names = ", ".join(fault.name for fault in faults)
-            return [f"Left out under {self.kind}, {self.dtype}, accumulation {self.accumulation}: {names}."]
+            return [f"Left out under {self._cell}: {', '.join(fault.name for fault in faults)}."]
         reasons: dict[str, list[str]] = {}
         for fault in faults:
             reasons.setdefault(self.why_not(fault) or "", []).append(fault.name)
         return [f"Not applicable, because {why}: {', '.join(names)}." for why, names in reasons.items()]
 
-    def _not_applicable(self, fault: Fault) -> str | None:
-        """Say why the fault means nothing here, whatever response is on."""
-        fault = fault.under(self.variant)
-        if fault.healthy == LANGUAGE_MODEL and not installed("transformers"):
-            return "transformers is not installed"
-        if self.framework == "deepspeed":
-            if self.stage in fault.stages and self.dtype in fault.dtypes and self.accumulation >= fault.accumulation:
-                return None
-            return f"means nothing under {self.kind}, {self.dtype}, accumulation {self.accumulation}"
-        if self.variant in fault.not_applicable:
-            return fault.not_applicable[self.variant]
-        if self.dtype not in fault.dtypes:
-            return f"it is tried in {', '.join(fault.dtypes)} only"
-        if self.accumulation < fault.accumulation:
-            return f"it takes gradient_accumulation_steps {fault.accumulation} in the configuration"
-        return None
+    @property
+    def _cell(self) -> str:
+        return f"{self.kind}, {self.dtype}, accumulation {self.accumulation}"
 
-    def _refuse(self, config: dict[str, Any], block: SilentConsistencyConfig) -> None:
+    def _with(self, changes: Mapping[str, Any]) -> DrillSetting:
+        """Return the setting with other values of the block's keys."""
+        config = {**self.config, BLOCK: {**self.config[BLOCK], **changes}}
+        block = parse(config)
+        assert block is not None
+        return replace(self, config=config, block=block)
+
+    def _refuse(self) -> None:
         """Raise :class:`ConfigError` for what the framework cannot honour."""
+        respond, why = self.block.respond, FRAMEWORKS[self.framework].no_repair
         if self.framework == "deepspeed":
             from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config  # it may not be installed
 
-            refuse_unsupported_config(config, block)
-        elif block.respond.on_aggregation_error == "retry" or block.reduction == "ordered":
+            refuse_unsupported_config(self.config, self.block)
+        elif respond.on_aggregation_error == "retry" or self.block.reduction == "ordered":
             raise ConfigError("only a reduction of DeepSpeed can be repeated or ordered")
-        elif (why := FRAMEWORKS[self.framework].no_repair) and (
-            block.respond.on_replica_drift != "report" or block.resync.mode != "off"
-        ):
+        elif why and (respond.on_replica_drift != "report" or self.block.resync.mode != "off"):
             raise ConfigError(why)
 
 
@@ -210,70 +207,63 @@ def make_setting(
     Raises:
         ConfigError: there is no active block, or something in the configuration cannot be honoured.
     """
-    _refuse_stage(framework, stage)
-    held = copy.deepcopy(dict({BLOCK: {}} if given is None else under_its_name(given)))
-    if framework != "deepspeed" and BLOCK not in held:
+    name, deepspeed = FRAMEWORKS[framework].title, framework == "deepspeed"
+    if framework == "megatron":
+        if not installed("megatron.core"):
+            raise ConfigError(missing_sentence("ds-silent drill --framework megatron", ["megatron.core"], "megatron"))
+        if stage not in (None, 0, 1):
+            raise ConfigError(f"--stage must be 0, or 1 for the distributed optimizer, with {name}, got {stage}")
+    elif stage is not None and not deepspeed:
+        raise ConfigError(f"--stage {stage} is DeepSpeed's; leave it out with --framework {framework}")
+    held = dict({BLOCK: {}} if given is None else under_its_name(given))
+    if not deepspeed and BLOCK not in held:
         held = {BLOCK: held}
     if isinstance(held.get(BLOCK), Mapping):  # the trainer fills it in; here it is replaced
         held[BLOCK] = {key: value for key, value in held[BLOCK].items() if key != "output_dir"}
-    block, replicas = compared_soon(held)
-    if block is None and framework == "deepspeed":
+    block = parse(held)
+    if block is None and deepspeed:
         raise ConfigError(f'the ds_config has no active "{BLOCK}" block to try; add "{BLOCK}": {{}} to it')
     if block is None:
         raise ConfigError(f'the configuration has no active "{BLOCK}" block to try; leave out "enabled": false')
-    if framework == "deepspeed":
+    if deepspeed:
         from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
 
         refuse_unsupported_config(held, block)
-    block, answers = only_reporting(held, block)
+    own, replicas = compared_soon(block, held[BLOCK])
+    own, answers = _without(block, own, "")
     micro_batch, accumulation, sizes = batch_of(held)
-    own = {BLOCK: {**held[BLOCK], "tensorboard": False}}
-    if framework == "deepspeed":
+    config: dict[str, Any] = {}
+    if deepspeed:
         from ds_silent.drill.train_deepspeed import ds_config_of  # it need not be installed for the others
 
         config, dtype, notes = ds_config_of(held, ranks, micro_batch, accumulation, stage, dtype)
-        own, stage = {**config, **own}, config["zero_optimization"]["stage"]
+        stage = config["zero_optimization"]["stage"]
     else:
-        name = FRAMEWORKS[framework].title
         notes = [f"{key}: not part of the drill of {name}" for key in held if key not in READ]
-    stage, notes = FRAMEWORKS[framework].stage if stage is None else stage, [*replicas, *answers, *notes, *sizes]
-    return DrillSetting(own, block, ranks, micro_batch, accumulation, stage, dtype or "fp32", tuple(notes), framework)
+    stage = FRAMEWORKS[framework].stage if stage is None else stage
+    config[BLOCK], block = {**own, "tensorboard": False}, parse({BLOCK: own})
+    assert block is not None
+    notes = [*replicas, *answers, *notes, *sizes]
+    return DrillSetting(
+        config, block, ranks, micro_batch, accumulation, stage, dtype or "fp32", tuple(notes), framework
+    )
 
 
-def _refuse_stage(framework: str, stage: int | None) -> None:
-    if framework == "megatron" and not installed("megatron.core"):
-        raise ConfigError(missing_sentence("ds-silent drill --framework megatron", ["megatron.core"], "megatron"))
-    if framework == "megatron" and stage not in (None, 0, 1):
-        name = FRAMEWORKS[framework].title
-        raise ConfigError(f"--stage must be 0, or 1 for the distributed optimizer, with {name}, got {stage}")
-    if framework in ("ddp", "fsdp2") and stage is not None:
-        raise ConfigError(f"--stage {stage} is DeepSpeed's; leave it out with --framework {framework}")
-
-
-def compared_soon(given: dict[str, Any]) -> tuple[SilentConsistencyConfig | None, list[str]]:
-    """Parse the block, with replicas that are compared every few measured steps where ``given`` leaves the default."""
-    block = parse(given)
-    if block is None or "replica_interval" in (integrity := section(given[BLOCK], "integrity")):
-        return block, []
-    steps = REPLICA_MEASUREMENTS * block.interval
-    given[BLOCK] = {**given[BLOCK], "integrity": {**integrity, "replica_interval": steps}}
-    default = block.integrity.replica_interval
-    return parse(given), [f"integrity.replica_interval: {steps} instead of the default {default}, to stay short"]
-
-
-def only_reporting(given: dict[str, Any], block: SilentConsistencyConfig) -> tuple[SilentConsistencyConfig, list[str]]:
-    """Parse the block with the defaults of keys that the drill takes none from, and say so.
-
-    A fault must be seen as it is: a response would change it, and one that ends a training would end the drill.
-    """
-    given[BLOCK], notes = _without(block, given[BLOCK], "")
-    parsed = parse(given)
-    assert parsed is not None
-    return parsed, notes
+def compared_soon(block: SilentConsistencyConfig, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the block's keys with replicas that are compared every few measured steps, unless they say when."""
+    integrity = section(given, "integrity")
+    if "replica_interval" in integrity:
+        return dict(given), []
+    steps, default = REPLICA_MEASUREMENTS * block.interval, block.integrity.replica_interval
+    kept = {**given, "integrity": {**integrity, "replica_interval": steps}}
+    return kept, [f"integrity.replica_interval: {steps} instead of the default {default}, to stay short"]
 
 
 def _without(block: BaseModel, given: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """Leave out the keys whose fields have a ``drill`` that says why."""
+    """Leave out the keys whose fields have a ``drill`` that says why: their defaults hold, and the notes say so.
+
+    A fault must be seen as it is: a response would change it, and one that ends a training would end the drill.
+    """
     kind = type(block)
     dropped = [key for key in kind.model_fields if "drill" in about(kind, key)]
     changed = [key for key in dropped if getattr(block, key) != getattr(kind(), key) and about(kind, key)["drill"]]

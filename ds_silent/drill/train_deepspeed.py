@@ -68,12 +68,10 @@ class EngineHooks(Hooks):
                 patches.wrap(self._engine.optimizer, "reduce_gradients", self._repeat)
         if injection.pieces is not None:
             patches.wrap(dist, "all_to_all_single", partial(self._run, {"backward": "pieces"}))
-        self.damage_repairs()
         if injection.gathering is not None:
             patches.wrap(deepspeed.comm, "all_gather_into_tensor", partial(self._run, {"update": "gathering"}))
         if injection.update is not None or injection.updated is not None:
             patches.wrap(self._engine.basic_optimizer, "step", self._apply)
-        self.after_capture([(n, p) for n, p in self._engine.module.named_parameters() if p.requires_grad])
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,9 +91,6 @@ class EngineHooks(Hooks):
         self.phase = "update"
         yield
         self.phase = "step"
-
-    def repairing(self) -> bool:
-        return self.phase == "update"
 
     def _repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.phase != "update":
@@ -145,6 +140,7 @@ class DeepSpeedTraining(DrillTraining):
 
     def reach_behind(self) -> None:
         self.hooks.__enter__()
+        super().reach_behind()
 
     def attach(self, block: dict[str, Any]) -> Observer | None:
         self.engine.training_dataloader = self.script.loader

@@ -11,9 +11,10 @@ for whole gradients, ``torch.distributed.all_reduce``, which others use too: so 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,20 +24,14 @@ from torch import Tensor
 from ds_silent.drill.megatron_on_cpu import parallel
 from ds_silent.drill.setting import DrillSetting
 from ds_silent.drill.train_torch import LoopTraining
-from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, DrillTraining, Hooks, Script
+from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY, Hooks, Script
 from ds_silent.frameworks.megatron.buffers import inner_optimizers
-from ds_silent.frameworks.megatron.megatron_framework import attach_megatron
-from ds_silent.observing.observer import Observer
 
 
 class MegatronTraining(LoopTraining):
     """Under Megatron-core's wrapper, with its plain optimizer (stage 0) or its distributed one (1)."""
 
-    @classmethod
-    @contextmanager
-    def running(cls, setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
-        with parallel(), cls(setting, script).reached() as practice:
-            yield practice
+    surroundings = parallel
 
     def __init__(self, setting: DrillSetting, script: Script) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -59,30 +54,21 @@ class MegatronTraining(LoopTraining):
             clip_grad=0.0 if changes is None else float(changes({})["gradient_clipping"]),
             use_distributed_optimizer=distributed,
         )
-        self._outer = get_megatron_optimizer(updating, [self.model])
-        [(_, inner)] = inner_optimizers(self._outer)
+        self.outer = get_megatron_optimizer(updating, [self.model])
+        [(_, inner)] = inner_optimizers(self.outer)
+        self._buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
         self._missing: dict[int, Tensor] = {}  # what never reaches the reduction, by the parameter
         super().__init__(setting, script, Hooks(script.injection), model, inner)
 
-    def reduces(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self.model.no_sync()
-
     def break_reduction(self) -> None:
         """Behind :meth:`_run_at_once`, and before an observer is attached."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         held = [(buffer, bucket) for buffer in self.model.buffers for bucket in buffer.buckets]
         buckets = {bucket.grad_data.data_ptr(): (buffer, bucket) for buffer, bucket in held}
 
-        @contextmanager
-        def spared(sent: Tensor) -> Iterator[None]:
-            """Parameters that take no part go on with what this rank has of them."""
+        def spared(sent: Tensor) -> AbstractContextManager[None]:
             buffer, bucket = buckets[sent.data_ptr()]
-            own = [buffer.param_index_map[p] for p in bucket.params_list if self.left_out(names[id(p)])]
-            parts = [buffer.grad_data[start:end] for start, end, _ in own]
-            kept = [part.clone() for part in parts]
-            yield
-            for part, before in zip(parts, kept, strict=True):
-                part.copy_(before)
+            places = [(parameter, buffer.param_index_map[parameter]) for parameter in bucket.params_list]
+            return self.spared((parameter, buffer.grad_data[start:end]) for parameter, (start, end, _) in places)
 
         def all_reduce(original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.data_ptr() not in buckets:
@@ -94,18 +80,12 @@ class MegatronTraining(LoopTraining):
 
         def scatter(original: Callable[..., Any], output: Tensor, sent: Tensor, **kwargs: Any) -> None:
             """The output is this rank's part of what is sent."""
-            group: Any = kwargs["group"]
-
-            def among(ranks: dist.ProcessGroup) -> None:
-                whole = sent.clone()
-                dist.all_reduce(whole, group=ranks)
-                output.copy_(whole.view(group.size(), -1)[group.rank()])
-
             with spared(sent):
-                self.reduce(sent, output, lambda: original(output, sent, op=dist.ReduceOp.SUM, group=group), among)
+                run = partial(original, output, sent, op=dist.ReduceOp.SUM, group=kwargs["group"])
+                self.reduce_scatter(sent, output, run)
 
         self.hooks.patches.wrap(dist, "all_reduce", all_reduce)
-        self.hooks.patches.wrap(_buffers(), "dist_reduce_scatter_func", scatter)
+        self.hooks.patches.wrap(self._buffers, "dist_reduce_scatter_func", scatter)
 
     def reach_below(self) -> None:
         patches, anywhere = self.hooks.patches, self.script.trial.anywhere
@@ -117,22 +97,17 @@ class MegatronTraining(LoopTraining):
         if anywhere("reduction", "left_out", "gathering"):
             self._run_at_once()
         if anywhere("gathering"):
-            patches.wrap(_buffers(), "dist_all_gather_func", self._gather)
+            patches.wrap(self._buffers, "dist_all_gather_func", self._gather)
         super().reach_below()
 
     def reach_behind(self) -> None:
         """Reach the optimizer's step; what strikes behind the capture does so below it, as the reduction begins."""
         if self.hooks.injection.update is not None:
             self.hooks.patches.wrap(self.optimizer, "step", self._inner_step)
-        self.hooks.damage_repairs()
-
-    def attach(self, block: dict[str, Any]) -> Observer | None:
-        accumulation = self.setting.accumulation
-        return attach_megatron([self.model], self._outer, block, loader=self.script.loader, accumulation=accumulation)
 
     def update(self) -> None:
         self.model.finish_grad_sync()
-        self._outer.step()
+        self.outer.step()
         if not self.hooks.act("kept", self.hooks.step):
             self.model.zero_grad_buffer()
         for group in self.model.bucket_groups:  # else Megatron waits for gradients that have come already, and ends
@@ -141,15 +116,15 @@ class MegatronTraining(LoopTraining):
     def _run_at_once(self) -> None:
         """Hold nothing back, nor beside the backward; on every rank, because that changes the collectives."""
 
-        def held(original: Callable[..., Any], *args: Any, **kwargs: Any) -> AbstractContextManager[_Done]:
-            return nullcontext(_Done())
+        def held(original: Callable[..., Any], *args: Any, **kwargs: Any) -> AbstractContextManager[object]:
+            return nullcontext(SimpleNamespace(wait=lambda: None))  # it has run already
 
         def now(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return original(*args, **{**kwargs, "async_op": False})
 
-        self.hooks.patches.wrap(_buffers(), "_coalescing_manager", held)
+        self.hooks.patches.wrap(self._buffers, "_coalescing_manager", held)
         for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-            self.hooks.patches.wrap(_buffers(), name, now)
+            self.hooks.patches.wrap(self._buffers, name, now)
 
     def _gather(self, original: Callable[..., Any], whole: Tensor, own: Tensor, **kwargs: Any) -> None:
         self.hooks.collective("gathering", whole, lambda: original(whole, own, group=kwargs["group"]))
@@ -158,7 +133,7 @@ class MegatronTraining(LoopTraining):
         return self.hooks.act("update", self.optimizer, partial(original, *args, **kwargs), self.hooks.step)
 
     def _lose(self, name: str, leaf: Tensor, gradient: Tensor) -> None:
-        other = self.hooks.act("captured", name, gradient, self.hooks.last, self.hooks.step)
+        other = self.hooks.captured(name, gradient)
         if other is not None:
             self._missing[id(leaf)] = (gradient - other).detach()
 
@@ -168,14 +143,3 @@ class MegatronTraining(LoopTraining):
             if lost is not None:
                 leaf.main_grad.sub_(lost)
         return original(*args, **kwargs)
-
-
-class _Done:
-    """A collective that has run already."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _buffers() -> Any:
-    return importlib.import_module("megatron.core.distributed.param_and_grad_buffer")

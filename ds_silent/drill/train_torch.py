@@ -6,8 +6,9 @@ What a fault does to data, model, loss, gradient and update it does in the scrip
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,34 +25,56 @@ from ds_silent.drill.training import LARGEST_BUCKET, LEARNING_RATE, WEIGHT_DECAY
 from ds_silent.frameworks.fsdp2 import fsdp_modules, plain_parameters
 from ds_silent.observing.observer import Observer
 
-Among = Callable[[dist.ProcessGroup], object]
-"""Reduces over the ranks of a group instead of all."""
-
 
 class LoopTraining(DrillTraining):
-    """A loop of forward, backward, ``optimizer.step()`` and ``zero_grad()``; ``model`` is what it calls."""
+    """A loop of forward, backward, ``optimizer.step()`` and ``zero_grad()``.
+
+    Attributes:
+        model: what it calls.
+        outer: the wrapper around the optimizer, where there is one.
+    """
 
     model: Any
+    outer: Any = None
 
-    @abstractmethod
     def reduces(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch, which is reduced if it is the step's last."""
+        context: AbstractContextManager[object] = nullcontext() if last else self.model.no_sync()
+        return context
 
     @abstractmethod
     def break_reduction(self) -> None:
         """Run every collective of the gradients through :meth:`reduce`."""
 
-    def reduce(self, sent: Tensor, got: Tensor, run: Callable[[], object], among: Among) -> None:
-        """Run one collective of the gradients: what this rank puts in, and what it gets."""
+    def reduce(
+        self, sent: Tensor, got: Tensor, run: Callable[[], object], among: Callable[[dist.ProcessGroup], object]
+    ) -> None:
+        """Run one collective of the gradients: what this rank puts in and gets, and how a group reduces."""
         self.hooks.collective("reduction", got, run, sent=sent.view(-1), among=among)
 
-    def attach(self, block: dict[str, Any]) -> Observer | None:
-        loader, accumulation = self.script.loader, self.setting.accumulation
-        return ds_silent.attach(self.model, block, optimizer=self.optimizer, loader=loader, accumulation=accumulation)
+    def reduce_scatter(self, sent: Tensor, got: Tensor, run: Callable[[], object], divisor: int = 1) -> None:
+        """Run a collective that brings this rank's piece of the sum, divided."""
 
-    def left_out(self, name: str) -> bool:
-        """Whether a parameter takes no part in the reduction under way."""
-        return bool(self.hooks.act("left_out", name, self.hooks.step))
+        def among(group: dist.ProcessGroup) -> None:
+            whole = sent.clone()
+            dist.all_reduce(whole, group=group)
+            got.copy_(own_piece(whole) / divisor)
+
+        self.reduce(sent, got, run, among)
+
+    @contextmanager
+    def spared(self, bucket: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Let parameters that take no part in a reduction go on with what this rank has of their gradients."""
+        hooks, names = self.hooks, {id(leaf): name for name, leaf in self.leaves}
+        own = [part for parameter, part in bucket if hooks.act("left_out", names[id(parameter)], hooks.step)]
+        kept = [part.clone() for part in own]
+        yield
+        for part, before in zip(own, kept, strict=True):
+            part.copy_(before)
+
+    def attach(self, block: dict[str, Any]) -> Observer | None:
+        given: dict[str, Any] = {"loader": self.script.loader, "accumulation": self.setting.accumulation}
+        return ds_silent.attach(self.model, block, optimizer=self.outer or self.optimizer, **given)
 
     def reach_below(self) -> None:
         injection, hooks = self.hooks.injection, self.hooks
@@ -76,6 +99,10 @@ class LoopTraining(DrillTraining):
             self.optimizer.zero_grad()
 
 
+def own_piece(whole: Tensor) -> Tensor:
+    return whole.view(dist.get_world_size(), -1)[dist.get_rank()]
+
+
 def adamw(script: Script, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(script.groups(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
@@ -92,21 +119,14 @@ class DDPTraining(LoopTraining):
         self.model = DistributedDataParallel(model, bucket_cap_mb=LARGEST_BUCKET * width / 2**20, **options)
         super().__init__(setting, script, Hooks(script.injection), model, adamw(script, self.model))
 
-    def reduces(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self.model.no_sync()
-
     def break_reduction(self) -> None:
         """Register a communication hook that does what torch does without one: divide the gradient, then add up."""
-        names = {id(parameter): name for name, parameter in self.leaves}
 
         def allreduce_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, not texts
             values = bucket.buffer().div_(dist.get_world_size())
-            parts = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            kept = [(part, part.clone()) for parameter, part in parts if self.left_out(names[id(parameter)])]
-            run, among = lambda: dist.all_reduce(values), lambda group: dist.all_reduce(values, group=group)
-            self.reduce(values, values, run, among)
-            for part, own in kept:
-                part.copy_(own)
+            reduce = partial(dist.all_reduce, values)
+            with self.spared(zip(bucket.parameters(), bucket.gradients(), strict=True)):
+                self.reduce(values, values, reduce, lambda group: reduce(group=group))
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(values)
             return done
@@ -141,17 +161,9 @@ class FSDP2Training(LoopTraining):
         """
 
         def scatter(original: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            ranks, me = dist.get_world_size(), dist.get_rank()
-            divisor = ranks if kwargs.get("op") == dist.ReduceOp.AVG else 1
-
-            def among(group: dist.ProcessGroup) -> None:
-                whole = input.clone()
-                dist.all_reduce(whole, group=group)
-                output.copy_(whole.view(ranks, -1)[me] / divisor)
-
-            output.copy_(input.view(ranks, -1)[me] / divisor)  # what it holds where nothing runs
-            run = lambda: original(output=output, input=input, *args, **kwargs)  # noqa: B026, E731
-            self.reduce(input, output, run, among)
+            divisor = dist.get_world_size() if kwargs.get("op") == dist.ReduceOp.AVG else 1
+            output.copy_(own_piece(input) / divisor)  # what it holds where nothing runs
+            self.reduce_scatter(input, output, partial(original, *args, output=output, input=input, **kwargs), divisor)
 
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
             if hasattr(dist, name):

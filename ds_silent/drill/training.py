@@ -1,8 +1,8 @@
 """Train on one rank with a fault in it: the loop, and the places where an injection acts, for every framework.
 
-    with DDPTraining.running(setting, script) as training:        # a collective
+    with DDPTraining(setting, script).reached() as training:      # a collective
         loss = training.step(batches, step=1)
-        training.state()                                          # one hash of what this rank holds
+        state_of(training.module, training.optimizer)             # one hash of what this rank holds
 
 The order matters, for every framework: replicas are made equal as it wraps the model, so weights are changed after it;
 the gradient hooks are registered before the observer's, so that it sees what they return; what strikes behind the
@@ -15,10 +15,11 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -123,63 +124,41 @@ class Hooks:
         number, self._buckets = (self.micro_batch, self._buckets), self._buckets + 1
         self.act(place, Collective(tensor.view(-1), run, self.step, number, self.last, self.attempt, **more))
 
-    def corrupt_gradients(self, leaves: list[tuple[str, Tensor]]) -> None:
-        """Change gradients before the observer sees them."""
-        if self.injection.gradient is not None:
-            for name, leaf in leaves:
-                leaf.register_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+    def gradient(self, name: str, gradient: Tensor) -> Any:
+        return self.act("gradient", name, gradient, self.step)
 
-    def after_capture(self, leaves: list[tuple[str, Tensor]]) -> None:
-        """Change gradients that the observer has seen: hooks run in the order of their registration."""
-        if self.injection.captured is not None:
-            for name, leaf in leaves:
-                self.patches.hook(leaf.register_hook, partial(self._captured, name))
+    def captured(self, name: str, gradient: Tensor) -> Any:
+        return self.act("captured", name, gradient, self.last, self.step)
 
     def damage_repairs(self) -> None:
         """Change what a repair's collectives bring.
 
         Repairs of replicas use ``torch.distributed.broadcast`` and asynchronous ``all_reduce`` of floating numbers,
-        which nobody else does during a step (up to 64 ranks).
+        which nobody else does during an update (up to 64 ranks).
         """
         if self.injection.repair is not None:
             self.patches.wrap(dist, "broadcast", self._restore)
             self.patches.wrap(dist, "all_reduce", self._average)
-
-    def repairing(self) -> bool:
-        """Whether such a collective may be a repair's."""
-        return self.phase is not None
-
-    def _gradient(self, name: str, gradient: Tensor) -> Any:
-        return self.act("gradient", name, gradient, self.step)
-
-    def _captured(self, name: str, gradient: Tensor) -> Any:
-        return self.act("captured", name, gradient, self.last, self.step)
 
     def _arrived(self, tensor: Tensor) -> None:
         self.act("repair", tensor.view(-1), self.step)
 
     def _restore(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(tensor, *args, **kwargs)
-        if self.repairing():
+        if self.phase == "update":
             self._arrived(tensor)
         return result
 
     def _average(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(tensor, *args, **kwargs)
-        if not (self.repairing() and kwargs.get("async_op") and tensor.is_floating_point()):
+        if not (self.phase == "update" and kwargs.get("async_op") and tensor.is_floating_point()):
             return result
-        return _Arriving(result, partial(self._arrived, tensor))
 
+        def wait() -> None:
+            result.wait()
+            self._arrived(tensor)
 
-class _Arriving:
-    """Asynchronous work whose result changes when it is waited for."""
-
-    def __init__(self, work: Any, arrived: Callable[[], None]) -> None:
-        self._work, self._arrived = work, arrived
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._arrived()
+        return SimpleNamespace(wait=wait)
 
 
 class DrillTraining(ABC):
@@ -194,6 +173,7 @@ class DrillTraining(ABC):
     """
 
     observer: Observer
+    surroundings: Callable[[], AbstractContextManager[None]] = nullcontext  # in which it is made, and runs
 
     def __init__(
         self, setting: DrillSetting, script: Script, hooks: Hooks, module: nn.Module, optimizer: torch.optim.Optimizer
@@ -202,17 +182,10 @@ class DrillTraining(ABC):
         self.module, self.optimizer = module, optimizer
         self.leaves = self.trainable()
 
-    @classmethod
-    @contextmanager
-    def running(cls, setting: DrillSetting, script: Script) -> Iterator[DrillTraining]:
-        """Make the training, observed and with the script's fault in it, until it is over. A collective."""
-        with cls(setting, script).reached() as training:  # type: ignore[call-arg]
-            yield training
-
     @contextmanager
     def reached(self) -> Iterator[DrillTraining]:
-        """Reach into the training and attach the observer; put everything back at the end."""
-        script, injection = self.script, self.script.injection
+        """Reach into the training and attach the observer; put everything back at the end. A collective."""
+        script, hooks, injection = self.script, self.hooks, self.script.injection
         if script.trial.own_seeds:
             seed_all(SEED + dist.get_rank())
         if injection.model is not None:
@@ -222,15 +195,18 @@ class DrillTraining(ABC):
         self.reach_below()
         if injection.seed is not None:
             injection.seed()
-        self.hooks.corrupt_gradients(self.leaves)
+        if injection.gradient is not None:
+            for name, leaf in self.leaves:
+                leaf.register_hook(partial(hooks.gradient, name))  # type: ignore[no-untyped-call]
         observer = self.attach({**self.setting.config[BLOCK], "output_dir": str(script.output_dir)})
         assert observer is not None  # the setting's block is active
         self.observer = observer
         try:
             self.reach_behind()
+            hooks.damage_repairs()
             yield self
         finally:
-            self.hooks.patches.undo()
+            hooks.patches.undo()
         observer.close()
         self.close()
 
@@ -243,13 +219,11 @@ class DrillTraining(ABC):
             if self.script.trial.ids:
                 self.observer.observe_batch(batch.ids)
             total += float(self.train(batch, len(batches)).detach())
+        hooks.phase = "update"
         self.update()
         hooks.phase = None
         hooks.act("afterwards", self.module, self.optimizer, step)
         return total / len(batches)
-
-    def state(self) -> str:
-        return state_of(self.module, self.optimizer)
 
     def trainable(self) -> list[tuple[str, Tensor]]:
         """Return the leaves. A collective."""
@@ -259,9 +233,10 @@ class DrillTraining(ABC):
         """Change what lies below the observer, before it is attached."""
 
     def reach_behind(self) -> None:
-        """Change what lies behind the observer's capture of the local gradient, once it is attached."""
-        self.hooks.after_capture(self.leaves)
-        self.hooks.damage_repairs()
+        """Change what lies behind the observer's capture of the local gradient: hooks run as they were registered."""
+        if self.hooks.injection.captured is not None:
+            for name, leaf in self.leaves:
+                self.hooks.patches.hook(leaf.register_hook, partial(self.hooks.captured, name))
 
     @abstractmethod
     def attach(self, block: dict[str, Any]) -> Observer | None:

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ds_silent.drill.faults.fault import Fault, Response
 from ds_silent.drill.faults.injection import Target
@@ -155,19 +155,8 @@ def _verdict(
 # that says "repaired" is believed only when they agree.
 
 States = Sequence[tuple[str, ...]]
-RepairAnswer = Literal[
-    "untouched",
-    "repaired",
-    "given up",
-    "not repaired",
-    "claimed",
-    "wrong step",
-    "wrong ranks",
-    "wrong words",
-    "wrong state",
-    "not said",
-]
-RIGHT = ("untouched", "repaired", "given up")
+RightRepair = Literal["untouched", "repaired", "given up"]
+WrongRepair = Literal["not repaired", "claimed", "wrong step", "wrong ranks", "wrong words", "wrong state", "not said"]
 
 
 @dataclass(frozen=True)
@@ -179,12 +168,12 @@ class RepairVerdict:
     what they must be: after a repair, or because a fault that cannot be repaired left no trace.
     """
 
-    answer: RepairAnswer
+    answer: RightRepair | WrongRepair
     step: int | None = None
 
     @property
     def right(self) -> bool:
-        return self.answer in RIGHT
+        return self.answer in get_args(RightRepair)
 
 
 def judge_repair(

@@ -7,8 +7,10 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -255,35 +257,24 @@ def test_the_exit_code_is_0_only_for_a_judge_that_is_right(
 # -- the whole, with the real detectors -------------------------------------------------------------------------------
 
 ON = {"detectors": {"enabled": True}, "coverage": True, "preflight": True}
-HIT_BY: dict[str, tuple[tuple[str, str], ...]] = {  # fault → the functions without which it cannot be found
-    "nan-loss": (("ds_silent.detectors.broken", "non_finite"),),
-    "zero-gradient": (("ds_silent.detectors.broken", "zero_gradient"),),
-    "same-batch-pair": (
-        ("ds_silent.detectors.same_rows", "by_ids"),
-        ("ds_silent.detectors.duplicate_data", "by_gradients"),
-    ),
-    "learning-rate": (
-        ("ds_silent.observing.observe", "events_of"),
-        ("ds_silent.capture.settings_check", "events_of"),
-    ),
+HIT_BY: dict[str, tuple[str, ...]] = {  # fault → the functions without which it cannot be found
+    "nan-loss": ("ds_silent.detectors.broken.non_finite",),
+    "zero-gradient": ("ds_silent.detectors.broken.zero_gradient",),
+    "same-batch-pair": ("ds_silent.detectors.same_rows.by_ids", "ds_silent.detectors.duplicate_data.by_gradients"),
+    "learning-rate": ("ds_silent.observing.observe.events_of", "ds_silent.capture.settings_check.events_of"),
 }
 
 
 def perform_with_mutations(send: Callable[[Any], None], directory: str) -> None:
     """Every fault with the detectors as they are, then each again with its detector disabled."""
-    import importlib
-
     start = cold_start(ON, 0, "fp32")
     for trial in real_trials():
         send((trial.name, "intact", run_trial(start, trial, Path(directory, "intact", trial.name))))
     for trial in real_trials()[1:]:
-        whole = [(importlib.import_module(module), name) for module, name in HIT_BY[trial.name]]
-        kept = [getattr(module, name) for module, name in whole]
-        for module, name in whole:
-            setattr(module, name, lambda *given: [])
-        send((trial.name, "disabled", run_trial(start, trial, Path(directory, "disabled", trial.name))))
-        for (module, name), function in zip(whole, kept, strict=True):
-            setattr(module, name, function)
+        with ExitStack() as disabled:
+            for function in HIT_BY[trial.name]:
+                disabled.enter_context(patch(function, lambda *given: []))
+            send((trial.name, "disabled", run_trial(start, trial, Path(directory, "disabled", trial.name))))
 
 
 def real_trials() -> tuple[Trial, ...]:

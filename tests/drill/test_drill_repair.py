@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -234,10 +236,11 @@ def perform(send: Callable[[Any], None], directory: str) -> None:
     for name in ("healthy", "healthy-mean", *INTACT):
         send(("intact", name, run_trial(practice, trial_of_name(name), Path(directory, "intact", name))))
     for broken, cases in MUTATED.items():
-        undo = _break(broken)
-        for name, _ in cases:
-            send((broken, name, run_trial(practice, trial_of_name(name), Path(directory, broken, name))))
-        undo()
+        with ExitStack() as mutations:
+            for owner, method, function in _mutations(broken):
+                mutations.enter_context(patch.object(owner, method, function))
+            for name, _ in cases:
+                send((broken, name, run_trial(practice, trial_of_name(name), Path(directory, broken, name))))
 
 
 def perform_sharded(send: Callable[[Any], None], directory: str) -> None:
@@ -248,17 +251,11 @@ def perform_sharded(send: Callable[[Any], None], directory: str) -> None:
         send(("sharded", name, run_trial(practice, trial, Path(directory, name))))
 
 
-def _break(how: str) -> Callable[[], None]:
+def _mutations(how: str) -> list[tuple[Any, str, Any]]:
     from ds_silent.frameworks.deepspeed.engine import DeepSpeedFramework
     from ds_silent.respond import responder as respond
 
-    kept = [
-        (respond._Retry, "protect", respond._Retry.protect),
-        (respond._Compare, "_repair", respond._Compare._repair),
-        (respond._Compare, "after_update", respond._Compare.after_update),
-        (DeepSpeedFramework, "replica", DeepSpeedFramework.replica),
-        (respond._Notes, "take", respond._Notes.take),
-    ]
+    replica_of, take = DeepSpeedFramework.replica, respond._Notes.take
 
     def claim_reduction(guard: Any, step: int, notes: Any) -> None:
         seen = guard._examine(guard._exchange.peek())
@@ -271,7 +268,7 @@ def _break(how: str) -> Callable[[], None]:
         return Repair(step, "majority", True, 1, 0, 0.0, ("embedding.weight",), (2,))
 
     def without_state(capture: Any, optimizer_state: bool, *rest: Any, **named: Any) -> Any:
-        return kept[3][2](capture, False, *rest, **named)
+        return replica_of(capture, False, *rest, **named)
 
     def average_always(keeper: Any, step: int, due: bool, notes: Any) -> None:
         for _, tensor in keeper._replica().items:
@@ -280,7 +277,7 @@ def _break(how: str) -> Callable[[], None]:
 
     def take_what_was_done(notes: Any, step: int) -> Any:
         notes.repairs = [(at, repair) for at, repair in notes.repairs if repair is not None]
-        return kept[4][2](notes, step)
+        return take(notes, step)
 
     mutations: dict[str, list[tuple[Any, str, Any]]] = {
         "does nothing": [
@@ -292,14 +289,7 @@ def _break(how: str) -> Callable[[], None]:
         "forgets the optimizer": [(DeepSpeedFramework, "replica", without_state)],
         "averages the healthy": [(respond._Compare, "after_update", average_always)],
     }
-    for owner, name, function in mutations[how]:
-        setattr(owner, name, function)
-    return partial(_restore, kept)
-
-
-def _restore(kept: list[tuple[Any, str, Any]]) -> None:
-    for owner, name, function in kept:
-        setattr(owner, name, function)
+    return mutations[how]
 
 
 @pytest.fixture(scope="module")

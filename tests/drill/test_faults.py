@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -66,7 +65,6 @@ def test_the_catalogue_is_large_enough_and_speaks_of_known_events() -> None:
         assert name == fault.name
         assert fault.kinds
         assert set(fault.kinds) <= KINDS
-        assert pickle.loads(pickle.dumps(fault)) == fault  # it travels to the ranks
 
 
 @pytest.mark.parametrize("name", FAULTS)

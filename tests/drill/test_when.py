@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_silent.drill import faults
-from ds_silent.drill.faults import aggregate, inputs, update
+from ds_silent.drill.faults import behind, inputs
 from ds_silent.drill.faults.injection import (
     HEALTHY,
     NOTHING,
@@ -48,7 +48,7 @@ def test_one_fault_at_each_moment() -> None:
 
 @pytest.mark.parametrize(("count", "hit"), [(1, [True, False, False]), (2, [True, True, False]), (None, [True] * 3)])
 def test_the_attempts_of_a_reduction(count: int | None, hit: list[bool]) -> None:
-    injection = once(attempts(partial(aggregate.weighted_contribution, 0.0), count))(TARGET, 2)
+    injection = once(attempts(partial(behind.weighted_contribution, 0.0), count))(TARGET, 2)
     for step in (2, 3):
         zeroed = []
         for attempt in range(3):
@@ -61,7 +61,7 @@ def test_the_attempts_of_a_reduction(count: int | None, hit: list[bool]) -> None
 
 
 def test_two_things_at_once_and_each_at_its_moment() -> None:
-    injection = both(once(update.skipped), from_on(partial(update.damaged_repair, None)))(TARGET, 2)
+    injection = both(once(behind.skipped), from_on(partial(behind.damaged_repair, None)))(TARGET, 2)
     assert injection.update is not None
     assert injection.repair is not None
     assert [injection.update(None, lambda: "ran", step) for step in (2, 3, 4)] == ["ran", None, "ran"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_silent
-from ds_silent.drill.faults.update import no_majority
+from ds_silent.drill.faults.behind import no_majority
 from ds_silent.drill.verdicts import tells
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics

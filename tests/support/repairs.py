@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.drill import training as drill_training
-from ds_silent.drill.faults.aggregate import flip_some
+from ds_silent.drill.faults.behind import flip_some, skipped
 from ds_silent.drill.faults.injection import Maker, Target, add_noise, once, one
-from ds_silent.drill.faults.update import skipped
 from ds_silent.drill.training import hash_of
 from ds_silent.exchange.layout import GATHER_LIMIT
 from ds_silent.patches import Patches

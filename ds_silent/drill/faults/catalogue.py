@@ -3,7 +3,7 @@
     fault = FAULTS["gradient-scaled-1.5"]
     injection = fault.inject(target, 2)             # what changes on rank 2; NOTHING where nothing does
 
-A line of the tables says what goes wrong (:mod:`inputs`, :mod:`aggregate`, :mod:`update`), when and on whom
+A line of the tables says what goes wrong (:mod:`inputs`, :mod:`behind`), when and on whom
 (:mod:`injection`), what must come of it (:mod:`fault`), and in which framework it is otherwise. The last faults are
 answered: their trainings have a response switched on, and must come out repaired. What the rows of a group have in
 common is said once above the tables.
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ds_silent.drill.faults import aggregate, inputs, update
+from ds_silent.drill.faults import behind, inputs
 from ds_silent.drill.faults.fault import DYNAMIC, EARLY, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Fault, Where
 from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
 from ds_silent.drill.faults.promises import FORMULA_FAULTS, PROMISE_FAULTS
@@ -40,10 +40,10 @@ _DRIFT: tuple[EventKind, ...] = ("replica-drift",)
 _REPLICATED = (0, 1, 2)  # under ZeRO-3 each number has one owner: no two ranks could disagree
 _REDUCED = (0, 1, 2)  # where the drill reaches into the reduction
 
-_missing = partial(aggregate.weighted_contribution, 0.0)
-_lowest_bit = partial(aggregate.flipped_bit, 0)
-_damaged_once = both(once(update.skipped), from_on(partial(update.damaged_repair, 1)))
-_damaged_always = both(once(update.skipped), from_on(partial(update.damaged_repair, None)))
+_missing = partial(behind.weighted_contribution, 0.0)
+_lowest_bit = partial(behind.flipped_bit, 0)
+_damaged_once = both(once(behind.skipped), from_on(partial(behind.damaged_repair, 1)))
+_damaged_always = both(once(behind.skipped), from_on(partial(behind.damaged_repair, None)))
 
 # -- what the rows of a group have in common ---------------------------------------------------------------------------
 
@@ -243,18 +243,18 @@ _GRADIENTS = (
 _REDUCTION = (
     _aggregated("contribution-missing", one(from_on(_missing)), "one rank sends zeros into the reduction",
           who="the rank", says=("rank {rank} 0.00 times",)),
-    _aggregated("contribution-doubled", one(from_on(partial(aggregate.weighted_contribution, 2.0))),
+    _aggregated("contribution-doubled", one(from_on(partial(behind.weighted_contribution, 2.0))),
           "one rank's gradient is counted twice", who="the rank", says=("rank {rank} 2.00 times",)),
-    _aggregated("micro-batch-missing", one(from_on(aggregate.missing_micro_batch)),
+    _aggregated("micro-batch-missing", one(from_on(behind.missing_micro_batch)),
           "one rank's last micro-batch never reaches the aggregate", who="the rank", accumulation=2),
-    _aggregated("micro-batch-missing-everywhere", from_on(aggregate.missing_micro_batch),
+    _aggregated("micro-batch-missing-everywhere", from_on(behind.missing_micro_batch),
           "the last micro-batch of all ranks never reaches the aggregate", accumulation=2),
     # each rank keeps its own gradient of its own rows: no sum of whole gradients tells it from a lost part
-    _aggregated("bucket-dropped", from_on(aggregate.dropped_bucket),
+    _aggregated("bucket-dropped", from_on(behind.dropped_bucket),
           "the reduction of the first bucket is never called", kinds=_UNREDUCED, who="an owner", says=("not reduced",),
           expected_overrides={"fsdp2": {"kinds": _AGGREGATION, "who": "nobody", "says": ("layers.3",)},
                               "megatron-1": {**_PARTS, "says": ("layers.3",)}}),
-    _aggregated("parameter-unreduced", from_on(aggregate.unreduced_parameter),
+    _aggregated("parameter-unreduced", from_on(behind.unreduced_parameter),
           "one parameter takes no part in the reduction", kinds=_UNREDUCED, who="an owner",
           says=("not reduced", "position"),
           not_applicable={"fsdp2": "a parameter that takes no part in the reduction is refused "
@@ -262,23 +262,23 @@ _REDUCTION = (
           expected_overrides={"megatron-1": {**_PARTS, "says": ("position",)}}),
     # a half of two or three ranks may be one rank alone
     # of four ranks: layers in the first half's parts lack the second
-    _aggregated("wrong-group", from_on(aggregate.wrong_group), "the ranks' two halves reduce among themselves",
+    _aggregated("wrong-group", from_on(behind.wrong_group), "the ranks' two halves reduce among themselves",
           kinds=("aggregation-error", "unreduced-gradient"),
           expected_overrides={"megatron-1": {"who": "the pair or nobody"}}),
-    _aggregated("division-forgotten", from_on(aggregate.forgotten_division),
+    _aggregated("division-forgotten", from_on(behind.forgotten_division),
           "the sum is not divided by the number of ranks", says=("{ranks} times the mean", "all 7 layers")),
-    _aggregated("bucket-stale", aggregate.stale_bucket,
+    _aggregated("bucket-stale", behind.stale_bucket,
           "the first bucket's result is that of the step before, for good", says=("that of the step before",)),
-    _aggregated("bucket-tail-zeroed", from_on(aggregate.zeroed_tail),
+    _aggregated("bucket-tail-zeroed", from_on(behind.zeroed_tail),
           "the last quarter of the first bucket comes back as zeros", size=0.25),
-    _aggregated("aggregate-noise", from_on(aggregate.noisy_result),
+    _aggregated("aggregate-noise", from_on(behind.noisy_result),
           "noise of 0.05 of its norm is added to the aggregate, the same on all ranks", size=0.05,
           says=("looks like noise",)),
-    _aggregated("aggregate-noise-one-rank", one(from_on(aggregate.noisy_result_of_its_own)),
+    _aggregated("aggregate-noise-one-rank", one(from_on(behind.noisy_result_of_its_own)),
           "one rank receives the aggregate with noise of 0.05 of its norm", who="the receiver", size=0.05),
-    _aggregated("aggregate-burst", once(aggregate.noisy_result),
+    _aggregated("aggregate-burst", once(behind.noisy_result),
           "noise of ten times its norm is added to the aggregate at one step", size=10.0, says=("looks like noise",)),
-    *(_aggregated(f"aggregate-flip-byte-{byte}", once(partial(aggregate.flipped_bit, 8 * byte + 7)),
+    *(_aggregated(f"aggregate-flip-byte-{byte}", once(partial(behind.flipped_bit, 8 * byte + 7)),
             f"the top bit of byte {byte} of the first bucket's largest element flips at one step, on all ranks alike",
             dtypes=("fp32", "bf16") if byte < 2 else ("fp32",), says=("single element",))
       for byte in range(4)),
@@ -288,24 +288,24 @@ _REDUCTION = (
     _aggregated("aggregate-flip-one-rank", one(once(_lowest_bit)),
           "the lowest bit of one element differs on one rank at one step: bits are compared", who="the odd rank",
           stages=(0,), not_applicable=_OF_ONE_OWNER),
-    _aggregated("gradients-not-cleared", aggregate.gradients_not_cleared,
+    _aggregated("gradients-not-cleared", behind.gradients_not_cleared,
           "zero_grad does nothing: the gradients of the step before are in the sum", stages=(0,),
           says=("not cleared",)),
-    _aggregated("gradients-not-cleared-one-rank", one(aggregate.gradients_not_cleared),
+    _aggregated("gradients-not-cleared-one-rank", one(behind.gradients_not_cleared),
           "the same on one rank", who="the rank", stages=(0,), says=("not cleared",)),
-    _aggregated("partition-not-cleared", aggregate.partition_not_cleared,
+    _aggregated("partition-not-cleared", behind.partition_not_cleared,
           "the aggregate of the step before stays in the partition and is added", stages=(1, 2), says=("not cleared",),
           not_applicable=dict.fromkeys(("ddp", "megatron-0"), "every rank has the whole gradient, none a part of it")),
 )
 
 _UPDATE = (
-    _applied("applied-factor-4", from_on(update.wrong_factor),
+    _applied("applied-factor-4", from_on(behind.wrong_factor),
           "the optimizer gets four times the aggregate (a wrong loss scale or clip factor)", who="nobody", size=4.0,
           says=("applied 4 times",), not_applicable=_ALIKE),
-    _applied("applied-factor-4-one-rank", one(from_on(update.wrong_factor)), "the same on one rank", size=4.0,
+    _applied("applied-factor-4-one-rank", one(from_on(behind.wrong_factor)), "the same on one rank", size=4.0,
           says=("applied 4 times",)),
     # what the script has changed is no multiple of the aggregate: its bits are compared with those of the others
-    _applied("applied-noise", one(from_on(update.noisy_gradient_of_its_own)),
+    _applied("applied-noise", one(from_on(behind.noisy_gradient_of_its_own)),
           "noise of 0.05 of its norm between one rank's reduction and its optimizer", size=0.05, says=("no multiple",),
           not_applicable={"fsdp2": f"{_THE_SCRIPTS}, and no other rank has the same piece to compare it with"},
           expected_overrides={"ddp": {"says": ("received something else",)}}),
@@ -313,26 +313,26 @@ _UPDATE = (
           "a frozen parameter begins to be trained, which neither wrapper nor optimizer knows",
           kinds=("unreduced-gradient", "update-mismatch"), who="nobody", says=("rescale.shift",),
           not_applicable={"megatron-0": _MASTERS, "megatron-1": _MASTERS}, first_step=EARLY),
-    _applied("update-skipped", one(once(update.skipped)), "one rank's optimizer does nothing at one step",
+    _applied("update-skipped", one(once(behind.skipped)), "one rank's optimizer does nothing at one step",
           says=("did not step",)),
-    _drifted("weight-changed", one(once(update.weight_bit)),
+    _drifted("weight-changed", one(once(behind.weight_bit)),
           "one bit of one weight of one rank changes after an update", stages=(0,),
           says=("of step {step}", "embedding.weight"), not_applicable=_OF_ONE_OWNER),
-    _drifted("frozen-parameter-changed", one(once(partial(update.in_memory, update.frozen_bit))),
+    _drifted("frozen-parameter-changed", one(once(partial(behind.in_memory, behind.frozen_bit))),
           "one bit of one rank's frozen parameter changes", stages=_REDUCED, says=("of step {step}", "rescale.shift"),
           not_applicable=_IN_SHARDS),
     # else the next forward heals it, with rank 0's
-    _drifted("buffer-changed", one(once(partial(update.in_memory, update.buffer_bit))),
+    _drifted("buffer-changed", one(once(partial(behind.in_memory, behind.buffer_bit))),
           "one bit of one rank's buffer changes", stages=_REDUCED, says=("buffer rescale.gain",),
           not_applicable={"fsdp2": "FSDP2 keeps no buffers alike: each rank's are its own"},
           wrapper_options={"ddp": {"broadcast_buffers": False}}),
-    _drifted("optimizer-state-changed", one(once(partial(update.in_memory, update.halved_moment))),
+    _drifted("optimizer-state-changed", one(once(partial(behind.in_memory, behind.halved_moment))),
           "one rank's running mean of one gradient element changes", stages=(0,), says=("optimizer exp_avg",),
           not_applicable=_OF_ONE_OWNER),
-    _drifted("gathered-weights-stale", one(from_on(update.stale_weights)),
+    _drifted("gathered-weights-stale", one(from_on(behind.stale_weights)),
           "one rank keeps the old weights where it should receive another's update", stages=(1, 2),
           says=("of step {step}",), not_applicable=_NOT_GATHERED),
-    _drifted("gathered-weights-bit", one(from_on(update.corrupted_weights)),
+    _drifted("gathered-weights-bit", one(from_on(behind.corrupted_weights)),
           "one bit of what one rank receives of the updated weights is wrong", stages=(1, 2), says=("of step {step}",),
           not_applicable=_NOT_GATHERED),
 )
@@ -340,38 +340,38 @@ _GAVE_UP = ("could not be made equal", "tried 3 times")
 _SKIPPED, _NOISY = "one rank's optimizer does nothing at one step", "one rank applies a noisy gradient at one step"
 
 _ANSWERED = (
-    _retry("retry-burst", once(aggregate.noisy_result),
+    _retry("retry-burst", once(behind.noisy_result),
           "noise of ten times its norm is added to the aggregate at one step", size=10.0, says=("looks like noise",)),
-    _retry("retry-flips-one-rank", one(once(aggregate.flipped_bits)),
+    _retry("retry-flips-one-rank", one(once(behind.flipped_bits)),
           "one rank receives the aggregate of one step with flipped bits", who="the receiver"),
     _retry("retry-contribution-missing", one(once(_missing)), "one rank sends zeros into one step's reduction",
           who="the rank", says=("rank {rank} 0.00 times",)),
-    _retry("retry-bucket-dropped", once(aggregate.dropped_bucket),
+    _retry("retry-bucket-dropped", once(behind.dropped_bucket),
           "the reduction of one step's first bucket is never called", kinds=("unreduced-gradient",), who="an owner",
           says=("not reduced",)),
-    _retry("retry-burst-twice", once(attempts(aggregate.noisy_result, 2)),
+    _retry("retry-burst-twice", once(attempts(behind.noisy_result, 2)),
           "the same burst, and the first repetition is hit too", size=10.0, repair_says=("repeated twice",)),
-    _retry("retry-burst-always", from_on(attempts(aggregate.noisy_result)),
+    _retry("retry-burst-always", from_on(attempts(behind.noisy_result)),
           "the same burst in every attempt of every step: cannot be repaired", size=10.0, repaired=False,
           repair_says=("repeated 3 times", "stayed wrong")),
-    _retry("ordered-pieces-damaged", one(once(aggregate.damaged_pieces)),
+    _retry("ordered-pieces-damaged", one(once(behind.damaged_pieces)),
           "what one rank adds up in an ordered reduction arrives damaged", response=ORDERED_RETRY),
-    _majority("majority-update-skipped", one(once(update.skipped)), _SKIPPED),
-    _majority("majority-weight-changed", one(once(update.weight_bit)), "one bit of one weight of one rank changes",
+    _majority("majority-update-skipped", one(once(behind.skipped)), _SKIPPED),
+    _majority("majority-weight-changed", one(once(behind.weight_bit)), "one bit of one weight of one rank changes",
           says=("of step {step}", "embedding.weight")),
-    _majority("majority-frozen-changed", one(once(partial(update.in_update, update.frozen_bit))),
+    _majority("majority-frozen-changed", one(once(partial(behind.in_update, behind.frozen_bit))),
           "one bit of one rank's frozen parameter changes", says=("rescale.shift",)),
-    _majority("majority-buffer-changed", one(once(partial(update.in_update, update.buffer_bit))),
+    _majority("majority-buffer-changed", one(once(partial(behind.in_update, behind.buffer_bit))),
           "one bit of one rank's buffer changes", says=("buffer rescale.gain",)),
-    _majority("majority-optimizer-changed", one(once(partial(update.in_update, update.moment_bit))),
+    _majority("majority-optimizer-changed", one(once(partial(behind.in_update, behind.moment_bit))),
           "one bit of one rank's running mean changes", says=("optimizer exp_avg",)),
-    _majority("majority-signs-received", one(from_on(aggregate.wrong_signs)),
+    _majority("majority-signs-received", one(from_on(behind.wrong_signs)),
           "one rank receives every aggregate with some wrong signs: it drifts and is repaired at every step",
           kinds=(*_DRIFT, *_AGGREGATION), again=True, repair_says=("all replicas are equal again",)),
-    _majority("majority-two-ranks", once(update.bits_of_two),
+    _majority("majority-two-ranks", once(behind.bits_of_two),
           "two ranks are damaged in different tensors: each tensor has a majority of its own",
           who="the pair or nobody"),
-    _majority("majority-tie", once(update.no_majority),
+    _majority("majority-tie", once(behind.no_majority),
           "half of the ranks skip an update: nobody can say who is right", who="nobody", repaired=False,
           repair_says=("no version of", "more than half of the ranks")),
     _majority("majority-copy-damaged", one(_damaged_once),
@@ -380,8 +380,8 @@ _ANSWERED = (
           "a skipped update, and the healthy bits never arrive intact", repaired=False, repair_says=_GAVE_UP),
     *(_averaged(f"{response.name}-{name}", make, description, response=response, size=0.05)
       for response in (MEAN, PERIODIC, DYNAMIC)
-      for name, make, description in (("update-skipped", one(once(update.skipped)), _SKIPPED),
-                                      ("update-noisy", one(once(update.noisy_gradient)), _NOISY))),
+      for name, make, description in (("update-skipped", one(once(behind.skipped)), _SKIPPED),
+                                      ("update-noisy", one(once(behind.noisy_gradient)), _NOISY))),
     _averaged("mean-average-damaged", one(_damaged_once),
           "a skipped update, and the average arrives damaged the first time", response=MEAN),
     _averaged("mean-average-always-damaged", one(_damaged_always),

@@ -101,14 +101,6 @@ ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its orde
 ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
 
 
-_MAKERS: dict[str, Maker] = {}
-"""By fault: one travels to the ranks without its maker, which every process has."""
-
-
-def _of_this_process(fields: dict[str, Any]) -> Fault:
-    return Fault(**{**fields, "inject": _MAKERS[fields["name"]]})
-
-
 @dataclass(frozen=True)
 class Fault:
     """One way in which a data-parallel training goes wrong, and what must be said about it.
@@ -154,13 +146,6 @@ class Fault:
     wrapper_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     groups: int = 1
     healthy: str = "healthy"
-
-    def __post_init__(self) -> None:
-        _MAKERS.setdefault(self.name, self.inject)
-
-    def __reduce__(self) -> Any:
-        assert self.inject is _MAKERS[self.name]
-        return _of_this_process, ({**vars(self), "inject": None},)
 
     def under(self, variant: str) -> Fault:
         """Return the fault with what must be said of it under this framework."""

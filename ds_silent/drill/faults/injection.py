@@ -7,15 +7,14 @@
 
 An injection has a function for each place of a training that it changes; the training calls it there. A *maker* is
 called once per training and rank with the target and the rank, and returns what that rank does. Those of
-:mod:`inputs`, :mod:`aggregate` and :mod:`update` say what goes wrong, as if it did so at every step on every rank; here
-is when, and on whom. What is done to numbers is at the end: a flipped bit, or noise of a known size, in place and
-reproducible.
+:mod:`inputs` and :mod:`behind` say what goes wrong, as if it did so at every step on every rank; here is when, and on
+whom. What is done to numbers is at the end: a flipped bit, or noise of a known size, in place and reproducible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -157,54 +156,62 @@ class Injection:
 NOTHING = Injection()
 
 HEALTHY: Mapping[str, Callable[..., Any]] = {
-    "rows": lambda me, step: (me, step),
-    "content": lambda me, step: (me, step),
-    "batch": lambda batch, step: batch,
-    "before": lambda module, optimizer, step: None,
-    "loss": lambda loss, step: loss,
+    **dict.fromkeys(("rows", "content"), lambda me, step: (me, step)),
+    **dict.fromkeys(("batch", "loss"), lambda given, step: given),
     "gradient": lambda name, gradient, step: gradient,
-    "captured": lambda name, gradient, last, step: None,
-    "left_out": lambda name, step: False,
-    "reduction": lambda under_way: under_way.run(),
-    "repetition": lambda under_way: under_way.run(),
-    "pieces": lambda under_way: under_way.run(),
-    "kept": lambda step: False,
+    **dict.fromkeys(("left_out", "kept"), lambda *given: False),
+    **dict.fromkeys(("reduction", "repetition", "pieces", "gathering"), lambda under_way: under_way.run()),
     "update": lambda optimizer, run, step: run(),
-    "updated": lambda module, optimizer, step: None,
-    "gathering": lambda under_way: under_way.run(),
-    "repair": lambda values, step: None,
-    "afterwards": lambda module, optimizer, step: None,
+    **dict.fromkeys(("before", "captured", "updated", "repair", "afterwards"), lambda *given: None),
 }
 """What a training without a fault does in the places that are called at every step."""
 
 
 def limited(injection: Injection, due: Callable[[int], bool]) -> Injection:
     """Do what ``injection`` does at the steps that are due, and nothing at all others."""
-    wrong = {name: getattr(injection, name) for name in HEALTHY}
-    limits: dict[str, Any] = {
-        name: partial(_limited, due, act, HEALTHY[name]) for name, act in wrong.items() if act is not None
-    }
-    return replace(injection, **limits)
 
+    def act(place: str, *given: Any) -> Any:
+        step = given[-1].step if isinstance(given[-1], Collective) else given[-1]
+        return (getattr(injection, place) if due(step) else HEALTHY[place])(*given)
 
-def _limited(due: Callable[[int], bool], wrong: Callable[..., Any], healthy: Callable[..., Any], *given: Any) -> Any:
-    step = given[-1].step if isinstance(given[-1], Collective) else given[-1]
-    return (wrong if due(step) else healthy)(*given)
+    places: dict[str, Any] = {p: partial(act, p) for p in HEALTHY if getattr(injection, p) is not None}
+    return replace(injection, **places)
 
 
 # -- when, and on whom -------------------------------------------------------------------------------------------------
 
 Maker = Callable[[Target, int], Injection]
+Making = Callable[..., Injection]
+"""A maker that is given more ahead of the target."""
 
 
-def changing(**places: Callable[..., Any]) -> Maker:
-    """Make what needs no memory: the function of a place gets the target ahead of what the training gives."""
+def acting(place: str, memory: Callable[[Target], Any] | None = None) -> Callable[[Callable[..., Any]], Making]:
+    """Make a maker of the function below, which the training calls at ``place``.
 
-    def make(target: Target, me: int) -> Injection:
-        changes: dict[str, Any] = {place: partial(act, target) for place, act in places.items()}
-        return Injection(**changes)
+        @acting("loss")
+        def scaled(factor: float, target: Target, loss: Tensor, step: int) -> Tensor: ...
 
-    return make
+        maker = partial(scaled, 2.0)
+
+    With ``memory`` the function gets, behind the target, what ``memory(target)`` has made once for the training.
+    """
+
+    def of(act: Callable[..., Any]) -> Making:
+        def make(*given: Any) -> Injection:
+            *more, target, _ = given
+            kept = [] if memory is None else [memory(target)]
+            changes: dict[str, Any] = {place: partial(act, *more, target, *kept)}
+            return Injection(**changes)
+
+        return make
+
+    return of
+
+
+def changing(**place: Callable[..., Any]) -> Maker:
+    """Make a maker of one place's function, which gets the target ahead of what the training gives."""
+    [(name, act)] = place.items()
+    return acting(name)(act)
 
 
 def one(make: Maker) -> Maker:
@@ -245,9 +252,8 @@ def both(first: Maker, second: Maker) -> Maker:
     """Let two things go wrong, in different places of the training."""
 
     def make(target: Target, me: int) -> Injection:
-        one_, other = first(target, me), second(target, me)
-        held = {field.name: getattr(other, field.name) for field in fields(other)}
-        return replace(one_, **{name: act for name, act in held.items() if act != getattr(NOTHING, name)})
+        added = {name: act for name, act in vars(second(target, me)).items() if act != getattr(NOTHING, name)}
+        return replace(first(target, me), **added)
 
     return make
 

@@ -27,6 +27,7 @@ from ds_silent.drill.faults.injection import (
     Injection,
     Shard,
     Target,
+    acting,
     changing,
     flip_bit,
     noise_like,
@@ -43,7 +44,6 @@ def _generator(target: Target) -> torch.Generator:
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
-
 
 # of the first rank
 same_rows = changing(rows=lambda target, me, step: (0, step))
@@ -65,81 +65,64 @@ no_labels = changing(batch=lambda target, batch, step: replace(batch, labels=tor
 labels_of_own_place = changing(batch=lambda target, batch, step: replace(batch, labels=batch.labels.roll(1, 1)))
 
 
-def label_noise(target: Target, me: int) -> Injection:
+@acting("batch", memory=_generator)
+def label_noise(target: Target, generator: torch.Generator, batch: Batch, step: int) -> Batch:
     """``size`` is the share of the labels that are drawn from the labels of the same batch, at random."""
-    generator = _generator(target)
-
-    def noisy(batch: Batch, step: int) -> Batch:
-        labels = batch.labels.clone()
-        place = (labels != IGNORED).nonzero(as_tuple=True)
-        held = labels[place]
-        drawn = held[torch.randint(len(held), (len(held),), generator=generator)]
-        labels[place] = torch.where(torch.rand(len(held), generator=generator) < target.size, drawn, held)
-        return replace(batch, labels=labels)
-
-    return Injection(batch=noisy)
+    labels = batch.labels.clone()
+    place = (labels != IGNORED).nonzero(as_tuple=True)
+    held = labels[place]
+    drawn = held[torch.randint(len(held), (len(held),), generator=generator)]
+    labels[place] = torch.where(torch.rand(len(held), generator=generator) < target.size, drawn, held)
+    return replace(batch, labels=labels)
 
 
-def other_distribution(target: Target, me: int) -> Injection:
-    generator = _generator(target)
-
-    def foreign(batch: Batch, step: int) -> Batch:
-        top = int(batch.tokens.max()) + 1
-        tokens = torch.randint(top, batch.tokens.shape, generator=generator)
-        return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORED, IGNORED, tokens))
-
-    return Injection(batch=foreign)
+@acting("batch", memory=_generator)
+def other_distribution(target: Target, generator: torch.Generator, batch: Batch, step: int) -> Batch:
+    tokens = torch.randint(int(batch.tokens.max()) + 1, batch.tokens.shape, generator=generator)
+    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORED, IGNORED, tokens))
 
 
 # -- before the training ---------------------------------------------------------------------------------------------
-
 
 torch_seed = changing(seed=lambda target: torch.manual_seed(4711))
 numpy_seed = changing(seed=lambda target: np.random.seed(4711))
 python_seed = changing(seed=lambda target: random.seed(4711))
 
 
-def other_tensor(target: Target, me: int) -> Injection:
-    def change(model: nn.Module) -> None:
-        weight = _first_weight(model)
-        with torch.no_grad():
-            weight.add_(torch.randn(weight.shape, generator=_generator(target)).to(weight) * 0.01 * target.size)
-
-    return Injection(model=change)
+@acting("model")
+@torch.no_grad()
+def other_tensor(target: Target, model: nn.Module) -> None:
+    weight = _first_weight(model)
+    weight.add_(torch.randn(weight.shape, generator=_generator(target)).to(weight) * 0.01 * target.size)
 
 
-def other_bit(target: Target, me: int) -> Injection:
+@acting("model")
+def other_bit(target: Target, model: nn.Module) -> None:
     """The lowest bit of the mantissa of one element."""
-
-    def change(model: nn.Module) -> None:
-        values = _first_weight(model).detach().view(-1)
-        flip_bit(values, len(values) // 2, 0)
-
-    return Injection(model=change)
+    values = _first_weight(model).detach().view(-1)
+    flip_bit(values, len(values) // 2, 0)
 
 
 def _first_weight(model: nn.Module) -> Tensor:
     """The first parameter that lies whole on this rank; under ZeRO-3 the shard that this rank holds."""
-    for parameter in model.parameters():
-        held = parameter if parameter.numel() else getattr(parameter, "ds_tensor", parameter)
-        if held.numel():
-            return held
-    raise ValueError("the model has no parameter on this rank")
+    held = (p if p.numel() else getattr(p, "ds_tensor", p) for p in model.parameters())
+    return next(weight for weight in held if weight.numel())
 
 
-def hyper_parameter(name: str, change: NewValue, target: Target, me: int) -> Injection:
-    """One of the optimizer's parameter groups becomes ``change(value, size)`` before the training."""
-    return Injection(optimizer=lambda optimizer: _change_groups(optimizer, name, change, target))
-
-
-def hyper_parameter_later(name: str, change: NewValue, target: Target, me: int) -> Injection:
-    """The same, before a step's first forward."""
-    return Injection(before=lambda module, optimizer, step: _change_groups(optimizer, name, change, target))
-
-
-def _change_groups(optimizer: Any, name: str, change: NewValue, target: Target) -> None:
+def _change_groups(name: str, change: NewValue, target: Target, optimizer: Any) -> None:
+    """One of the optimizer's parameter groups becomes ``change(value, size)``."""
     for group in optimizer.param_groups:
         group[name] = change(group[name], target.size)
+
+
+hyper_parameter = acting("optimizer")(_change_groups)  # before the training
+
+
+@acting("before")
+def hyper_parameter_later(
+    name: str, change: NewValue, target: Target, module: nn.Module, optimizer: Any, step: int
+) -> None:
+    _change_groups(name, change, target, optimizer)
 
 
 # a value that no collective depends on: another bucket size would hang the training instead
@@ -154,7 +137,6 @@ def environment(name: str, value: str, target: Target, me: int) -> Injection:
 
 # -- the model's mode ------------------------------------------------------------------------------------------------
 
-
 eval_mode = changing(before=lambda target, module, optimizer, step: module.eval())
 # the module itself stays in training mode
 dropout_off = changing(before=lambda target, module, optimizer, step: [inner.eval() for inner in dropouts(module)])
@@ -162,17 +144,14 @@ dropout_probability = changing(model=lambda target, module: _set_dropout(module,
 dropout_probability_later = changing(before=lambda target, module, optimizer, step: _set_dropout(module, target.size))
 
 
-def kept_in_evaluation(target: Target, me: int) -> Injection:
+@acting("afterwards")
+@torch.no_grad()
+def kept_in_evaluation(target: Target, module: nn.Module, optimizer: Any, step: int) -> None:
     """An evaluation behind the step before, and nobody calls ``train()``."""
-    rows = make_rows(2, seed=1)
-
-    def evaluate(module: Any, optimizer: Any, step: int) -> None:
-        if step == target.step - 1:
-            module.eval()
-            with torch.no_grad():
-                module(rows.tokens, rows.labels)
-
-    return Injection(afterwards=evaluate)
+    if step == target.step - 1:
+        rows = make_rows(2, seed=1)
+        module.eval()
+        module(rows.tokens, rows.labels)
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
@@ -184,14 +163,11 @@ def _set_dropout(module: nn.Module, probability: float) -> None:
         inner.p = probability
 
 
-def autocast(target: Target, me: int) -> Injection:
+@acting("before")
+def autocast(target: Target, module: nn.Module, optimizer: Any, step: int) -> None:
     """The model's forward enters it by itself, as one does that a trainer has wrapped."""
-
-    def wrap(module: nn.Module) -> None:
-        device = next(module.parameters()).device.type
-        module.forward = torch.autocast(device, dtype=torch.bfloat16)(module.forward)
-
-    return _before(wrap)
+    device = next(module.parameters()).device.type
+    module.forward = torch.autocast(device, dtype=torch.bfloat16)(module.forward)
 
 
 def optimizer_without_layer(target: Target, me: int) -> Injection:
@@ -211,32 +187,27 @@ def optimizer_without_layer(target: Target, me: int) -> Injection:
 unfrozen = changing(before=lambda target, module, optimizer, step: module.requires_grad_(True))
 
 
-def detached_layer(target: Target, me: int) -> Injection:
-    """The layer's output is a constant: no gradient for its parameters, so no hook fires; the loss is unchanged."""
-
-    def detached(layer: nn.Module, given: Any, output: Tensor) -> Tensor:
-        return output.detach()
-
-    return _before(lambda module: module.get_submodule(LAST_LAYER).register_forward_hook(detached))
+def _output(module: nn.Module, layer: str, change: Callable[[Tensor], Tensor]) -> None:
+    module.get_submodule(layer).register_forward_hook(lambda inner, given, output: change(output))
 
 
-def _before(change: Callable[[nn.Module], object]) -> Injection:
-    def act(module: nn.Module, optimizer: Any, step: int) -> None:
-        change(module)
-
-    return Injection(before=act)
-
+# the layer's output is a constant: no gradient for its parameters, so no hook fires; the loss is unchanged
+detached_layer = changing(before=lambda target, module, optimizer, step: _output(module, LAST_LAYER, Tensor.detach))
 
 # -- loss and gradient -----------------------------------------------------------------------------------------------
 
-
 nan_loss = changing(loss=lambda target, loss, step: loss * float("nan"))
 scaled_loss = changing(loss=lambda target, loss, step: loss * target.size)
+# the logits are divided by ``size``
+temperature = changing(
+    before=lambda target, module, optimizer, step: _output(module, "head", lambda logits: logits / target.size)
+)
 
 
-def other_loss(option: str, value: Any, target: Target, me: int) -> Injection:
+@acting("before")
+def other_loss(option: str, value: Any, target: Target, module: Any, optimizer: Any, step: int) -> None:
     """The model's own loss is made with another option of torch's ``cross_entropy``."""
-    return _before(lambda module: setattr(module, "loss_options", {option: value}))
+    module.loss_options = {option: value}
 
 
 def class_weights(target: Target, me: int) -> Injection:
@@ -244,15 +215,6 @@ def class_weights(target: Target, me: int) -> Injection:
     weights = torch.ones(VOCABULARY)
     weights[::2] = target.size
     return other_loss("weight", weights, target, me)
-
-
-def temperature(target: Target, me: int) -> Injection:
-    """The logits are divided by ``size``."""
-
-    def divided(head: nn.Module, given: Any, logits: Tensor) -> Tensor:
-        return logits / target.size
-
-    return _before(lambda module: module.get_submodule("head").register_forward_hook(divided))
 
 
 class HiddenFactor(torch.autograd.Function):
@@ -292,14 +254,6 @@ clipped_gradient = changing(
     )
 )
 scaled_gradient = changing(gradient=lambda target, name, gradient, step: gradient * target.size)
-
-
-def noisy_gradient(target: Target, me: int) -> Injection:
-    """Adds noise of ``size`` times each gradient's norm: the direction turns, whatever the direction was."""
-    generator = _generator(target)
-    return Injection(gradient=lambda name, gradient, step: gradient + noise_like(gradient, target.size, generator))
-
-
 zero_gradient = changing(gradient=lambda target, name, gradient, step: torch.zeros_like(gradient))
 # of the last block, which is one of several layers
 scaled_layer = changing(
@@ -312,33 +266,33 @@ frozen_layers = changing(
 )
 
 
-def stuck_gradient(target: Target, me: int) -> Injection:
+@acting("gradient", memory=_generator)
+def noisy_gradient(target: Target, generator: torch.Generator, name: str, gradient: Tensor, step: int) -> Tensor:
+    """Adds noise of ``size`` times each gradient's norm: the direction turns, whatever the direction was."""
+    return gradient + noise_like(gradient, target.size, generator)
+
+
+@acting("gradient", memory=lambda target: {})
+def stuck_gradient(target: Target, sent: dict[str, Tensor], name: str, gradient: Tensor, step: int) -> Tensor:
     """That of the step before the target's, again and again."""
-    sent: dict[str, Tensor] = {}
-
-    def again(name: str, gradient: Tensor, step: int) -> Tensor:
-        if step < target.step:
-            sent[name] = gradient.detach().clone()
-            return gradient
-        return sent.get(name, gradient).clone()
-
-    return Injection(gradient=again)
+    if step < target.step:
+        sent[name] = gradient.detach().clone()
+        return gradient
+    return sent.get(name, gradient).clone()
 
 
-def _largest_element(change: Callable[[Tensor, int], object], target: Target, me: int) -> Injection:
+@acting("gradient", memory=lambda target: [])
+def _largest_element(
+    change: Callable[[Tensor, int], object], target: Target, done: list[str], name: str, gradient: Tensor, step: int
+) -> Tensor:
     """Of the first gradient that comes, and nothing else."""
-    done: list[str] = []
-
-    def hit(name: str, gradient: Tensor, step: int) -> Tensor:
-        if done:
-            return gradient
-        done.append(name)
-        corrupted = gradient.detach().clone()
-        flat = corrupted.view(-1)
-        change(flat, int(flat.abs().argmax()))
-        return corrupted
-
-    return Injection(gradient=hit)
+    if done:
+        return gradient
+    done.append(name)
+    corrupted = gradient.detach().clone()
+    flat = corrupted.view(-1)
+    change(flat, int(flat.abs().argmax()))
+    return corrupted
 
 
 infinite_element = partial(_largest_element, lambda flat, place: flat[place : place + 1].fill_(float("inf")))

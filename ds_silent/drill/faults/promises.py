@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from ds_silent.drill.faults import inputs
 from ds_silent.drill.faults.fault import EARLY, LANGUAGE_MODEL, Fault
-from ds_silent.drill.faults.injection import Injection, Target, both, changing, from_on
+from ds_silent.drill.faults.injection import Injection, Target, acting, both, changing, from_on
 from ds_silent.practice.model import BEGIN, END, IGNORED, LAST_LAYER, Inputs
 
 _MEGATRON = ("megatron-0", "megatron-1")
@@ -76,22 +76,22 @@ _rates = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper
 # -- the optimizer's groups --------------------------------------------------------------------------------------------
 
 
-def _twice_held(target: Target, optimizer: Any) -> None:
+@acting("optimizer")
+def in_two_groups(target: Target, optimizer: Any) -> None:
     first = optimizer.param_groups[0]
     optimizer.param_groups.append({**first, "params": first["params"][:1]})
 
 
-in_two_groups = changing(optimizer=_twice_held)
 undecayed = changing(optimizer=lambda target, optimizer: optimizer.param_groups[-1].update(weight_decay=0.0))
 _groups = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=1)
 
 # -- the weights in use ------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def _grow(tensors: Iterable[Tensor]) -> None:
-    with torch.no_grad():
-        for values in tensors:
-            getattr(values, "ds_tensor", values).mul_(1.01)  # under ZeRO-3 the shard
+    for values in tensors:
+        getattr(values, "ds_tensor", values).mul_(1.01)  # under ZeRO-3 the shard
 
 
 weights_alone = changing(before=lambda target, module, optimizer, step: _grow(p for p in module.parameters()))
@@ -138,9 +138,10 @@ _gathered = partial(
 # -- a batch, and the attention ----------------------------------------------------------------------------------------
 
 
-def given(change: Callable[[Inputs], Inputs], target: Target, me: int) -> Injection:
+@acting("before")
+def given(change: Callable[[Inputs], Inputs], target: Target, module: Any, optimizer: Any, step: int) -> None:
     """The language model's forward gets what ``change`` makes of a healthy batch."""
-    return Injection(before=lambda module, optimizer, step: setattr(module, "given", change))
+    module.given = change
 
 
 def _columns(inputs: Inputs) -> Tensor:
@@ -209,16 +210,13 @@ Settings = dict[str, Any]
 Change = Callable[[Any, Lists, Settings], None]
 
 
-def other_formula(change: Change, target: Target, me: int) -> Injection:
+@acting("update")
+def other_formula(change: Change, target: Target, optimizer: Any, run: Callable[[], Any], step: int) -> Any:
     """Call ``change(adam, lists, settings)`` where torch's Adam calls the function that updates the weights."""
-
-    def update(optimizer: Any, run: Callable[[], Any], step: int) -> Any:
-        module = importlib.import_module("torch.optim.adam")
-        adam = module.adam
-        with mock.patch.object(module, "adam", lambda *lists, **settings: change(adam, lists, settings)):
-            return run()
-
-    return Injection(update=update)
+    module = importlib.import_module("torch.optim.adam")
+    adam = module.adam
+    with patch.object(module, "adam", lambda *lists, **settings: change(adam, lists, settings)):
+        return run()
 
 
 def otherwise(**other: Any) -> Change:
