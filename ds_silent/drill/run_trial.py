@@ -91,7 +91,7 @@ def run_trial(start: Start, trial: Trial, output_dir: Path) -> TrialRun:
         training.observer.samples_per_epoch = len(start.rows.tokens)
         for step in range(1, trial.steps + 1):
             losses.append(training.step(deal.batches(step), step))
-            if trial.hashed:  # to the last step: what was repaired must stay so
+            if fault is None or trial.response is not None:  # to the last step: what was repaired must stay so
                 states.append(state_of(training.module, training.optimizer))
             elif end is None and _decided(trial, output_dir, setting):
                 end = step + AFTER_FOUND * setting.interval
@@ -134,11 +134,9 @@ def _events(output_dir: Path) -> list[dict[str, Any]]:
 
 def _rounding(output_dir: Path, step: int) -> float | None:
     path = output_dir / "metrics.jsonl"
-    for record in read_metrics(path) if path.exists() else ():
-        if record["step"] == step:
-            bound = record["integrity"]["rounding_bound"]
-            return bound if isinstance(bound, float) else None
-    return None
+    records = read_metrics(path) if path.exists() else ()
+    bound = next((record["integrity"]["rounding_bound"] for record in records if record["step"] == step), None)
+    return bound if isinstance(bound, float) else None
 
 
 class _Deal:

@@ -55,11 +55,6 @@ class Trial:
     response: Response | None = None  # switched on in this training
 
     @property
-    def hashed(self) -> bool:
-        """Whether the state is needed: of a repaired training and of those that it is compared with."""
-        return self.response is not None or self.fault is None
-
-    @property
     def of_language_model(self) -> bool:
         """Whether a model of transformers is trained, and probed."""
         return (self.name if self.fault is None else self.fault.healthy) == LANGUAGE_MODEL

@@ -89,16 +89,14 @@ def _resync(mode: str) -> dict[str, Any]:
     return {"resync": {"mode": mode, "interval": REPLICAS_COMPARED}, "integrity": {"replica_interval": 0}}
 
 
-_ON_ERROR = {"respond": {"on_aggregation_error": "retry"}}
-_ORDERED = {"reduction": "ordered"}
-
-RETRY = Response("retry", _ON_ERROR)
+RETRY = Response("retry", {"respond": {"on_aggregation_error": "retry"}})
 MAJORITY = Response("majority", _drift("majority", 1), least_ranks=3, names_ranks=True)
 MEAN = Response("mean", _drift("mean", REPLICAS_COMPARED), REPLICAS_COMPARED, exact=False)
 PERIODIC = Response("periodic", _resync("periodic"), REPLICAS_COMPARED, exact=False)
 DYNAMIC = Response("dynamic", _resync("dynamic"), REPLICAS_COMPARED, first=1, delay=1, exact=False)
-ORDERED = Response("ordered", _ORDERED, reference="healthy-ordered")  # its order of addition gives bits of its own
-ORDERED_RETRY = Response("ordered-retry", {**_ON_ERROR, **_ORDERED}, reference="healthy-ordered")
+# its order of addition gives bits of its own
+ORDERED = Response("ordered", {"reduction": "ordered"}, reference="healthy-ordered")
+ORDERED_RETRY = replace(ORDERED, name="ordered-retry", block={**RETRY.block, **ORDERED.block})
 
 
 @dataclass(frozen=True)
