@@ -117,7 +117,7 @@ def setting_of(options: DrillOptions) -> DrillSetting:
 def perform(send: Callable[[TrialRun], None], options: DrillOptions, setting: DrillSetting, directory: str) -> None:
     """Run all trainings, on one rank; a collective. Rank 0's ``send`` gets each run as it ends."""
     start = prepare(setting)
-    for trial in trials_of(options, setting)[0]:  # faults are functions, which no process can send another
+    for trial in trials_of(options, setting)[0]:  # made here: a fault's functions cannot be pickled
         send(run_trial(start, trial, Path(directory, trial.name)))
 
 
