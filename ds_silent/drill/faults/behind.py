@@ -1,10 +1,10 @@
 """Make injections behind the capture: the reduction, what the optimizer gets, the weights that it leaves, repairs.
 
-    injection = dropped_bucket(target, me=2)
+    injection = dropped_bucket(target, 2)
     injection.reduction(collective)            # runs the collective, or not, and corrupts what goes in or comes out
-    injection = wrong_factor(target, me=2)
+    injection = wrong_factor(target, 2)
     injection.update(optimizer, run, step=21)  # the optimizer gets a multiple of the gradient
-    injection = damaged_repair(1, target, me=2)
+    injection = damaged_repair(1, target, 2)
     injection.repair(values, step=21)          # what a collective of a repair has brought to this rank
 
 Makers as in :mod:`ds_silent.drill.faults.injection`: on all ranks goes wrong what a wrong algorithm or configuration

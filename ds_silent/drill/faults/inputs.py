@@ -1,6 +1,6 @@
 """Make injections before the reduction: data, seeds, weights, hyper-parameters, loss, a rank's own gradient.
 
-    injection = same_rows(target, me=1)
+    injection = same_rows(target, 1)          # on rank 1
     injection.rows(1, 7)                      # (0, 7): rank 1 takes what the sampler deals to rank 0 at step 7
 
 Makers as in :mod:`ds_silent.drill.faults.injection`. One that needs a past (the rows or gradients of the step before

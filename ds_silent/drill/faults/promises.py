@@ -1,8 +1,8 @@
 """A promise that is broken on every rank alike: of loss, schedule, weights, batch, attention, optimizer.
 
     PROMISE_FAULTS, FORMULA_FAULTS               # rows of the catalogue
-    injection = scheduled(wrong, target, me=2)   # the optimizer has a scheduler, which goes wrong at the target's step
-    injection = other_formula(twice, target, me=2)
+    injection = scheduled(wrong, target, 2)      # the optimizer has a scheduler, which goes wrong at the target's step
+    injection = other_formula(twice, target, 2)
     injection.update(optimizer, run, step=4)     # torch's Adam updates the weights in another way inside run()
 
 A batch speaks for itself where a causal language model of transformers takes it, so these faults train
