@@ -1,7 +1,7 @@
 """Errors of the reduction, one object per training and rank; reproducible from (seed, step, rank, attempt).
 
     errors = Errors(Noise(0.01), seed=0, rank=2)
-    Seams(engine, Injection(reduction=errors.reduce))
+    EngineHooks(engine, Injection(reduction=errors.reduce))
 
 PAFT's error model (openreview cPZepCZlFW): worker m applies g + eps_m, g the average over the workers, eps_m ~ N(0,
 sigma^2) per element, independent per worker, added *after* averaging. Each attempt to reduce a step's gradient draws

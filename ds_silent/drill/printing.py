@@ -144,7 +144,8 @@ def _repaired(result: Result) -> Text:
 def _answer(result: Result) -> Text:
     verdict = result.verdict
     if result.trial.fault is None:
-        return Text("silent", "green") if result.right else Text(f"{verdict.kind} at step {verdict.step}", "bold red")
+        alarm = "no alarm" if verdict.kind is None else f"{verdict.kind} at step {verdict.step}"
+        return Text("silent", "green") if result.right else Text(alarm, "bold red")
     if verdict.found:
         place = "preflight" if verdict.step == 0 else f"step {verdict.step}"
         return Text(f"{place}{' (late)' if verdict.late else ''}", "bold red" if verdict.late else "green")

@@ -29,7 +29,6 @@ from ds_silent.drill.faults.injection import (
 )
 
 TARGET = Target(rank=2, ranks=4, step=3, size=4.0)
-FRAMEWORKS = ("deepspeed", "ds_silent.drill.train", "ds_silent.drill.deepspeed", "ds_silent.frameworks")
 BEFORE_TRAINING = {"environment", "config", "shard", "seed", "model", "optimizer"}
 
 
