@@ -60,8 +60,8 @@ class OutsideModel(Rule):
             patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
 
     def _begins(self, root: Any) -> None:
-        groups = self._framework.parameter_groups()
-        if self._unheld is None and groups is not None and isinstance(root, Tensor):
+        groups = None if self._unheld is not None else self._framework.parameter_groups()
+        if groups is not None and isinstance(root, Tensor):
             own = set(map(id, self._framework.module.parameters()))
             masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
             own |= {id(one) for group in groups for one in group}
