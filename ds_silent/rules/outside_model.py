@@ -64,8 +64,11 @@ class OutsideModel(Rule):
         if groups is not None and isinstance(root, Tensor):
             own = set(map(id, self._framework.module.parameters()))
             masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
+            leaves = leaves_of(root)
+            if own.isdisjoint(map(id, leaves)):
+                return  # another model's backward
             own |= {id(one) for group in groups for one in group}
-            unheld = [one for one in leaves_of(root) if id(one) not in own and one.shape not in masters]
+            unheld = [one for one in leaves if id(one) not in own and one.shape not in masters]
             names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects
             held = {id(one) for one in _held_by_optimizers()} if names else set()
             left = [name for one, name in names.items() if name and id(one) not in held]  # FSDP2's own are in no module

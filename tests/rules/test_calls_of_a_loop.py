@@ -217,7 +217,7 @@ def _each(directory: str) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("calls")
-    run_distributed(_each, 2, (str(directory),))
+    run_distributed(_each, 2, (str(directory),), timeout=400)
     return directory
 
 
