@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
-from ds_silent.comparison.differences import Array, Differences, differences
+from ds_silent.comparison.differences import Differences, differences
 from ds_silent.comparison.explanation import LOOKED_BEHIND, Case, Explanation, explain
 from ds_silent.comparison.judgement import ChainJudge
-from ds_silent.comparison.levels import FIRST_MARGIN, MARGIN, Parting, bounds_of
+from ds_silent.comparison.levels import Parting, Repetition, bounds_of
 from ds_silent.comparison.matching import ComparisonError
 from ds_silent.comparison.pairing import Pairs, StepPairs, pair_steps, pair_tensors
 from ds_silent.comparison.result import LINKS, LinkResult, State, TrainingComparison
@@ -97,7 +97,7 @@ class _Comparer:
 
     def result(self) -> TrainingComparison:
         """Judge all steps, up to a few behind the one that parts."""
-        repetition = None if self.third is None else _Repetition(self, self.third)
+        repetition = None if self.third is None else _Followed(self, self.third)
         judge = ChainJudge(self.bounds, self.pairs, None if repetition is None else repetition.allowed)
         if not self.pairs.tensors:  # a map of names is all that could help
             step, left_out = self.steps.steps[0][0], (*self.pairs.left_out, *self.steps.left_out)
@@ -187,50 +187,34 @@ class _Comparer:
             yield f"updates of {', '.join(names[:3])}{' and more' * (len(names) > 3)}: nothing but rounding moves them"
 
 
-class _Repetition:
-    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
+class _Followed(Repetition):
+    """A repetition that is read up to the step that is judged."""
 
     def __init__(self, comparer: _Comparer, third: Trace):
-        self._traces, self._bounds = (comparer.traces[0], third), comparer.bounds
+        super().__init__(comparer.bounds)
+        self._traces = comparer.traces[0], third
         steps, _, self._pairs = _paired(self._traces, {})
         self._todo = list(steps.steps)
         layers = {one.a: place for place, one in enumerate(self._pairs.layers)}
         tensors = {one.name: place for place, one in enumerate(self._pairs.tensors)}
         self._layers = [layers.get(one.a, -1) for one in comparer.pairs.layers]
         self._tensors = [tensors.get(one.name, -1) for one in comparer.pairs.tensors]
-        self._high: dict[str, Array] = {}  # by link, the largest so far
-        self._start: dict[str, float] = {}  # by link, the first median that is not 0
 
     def until(self, step: int) -> None:
         """Take in the repetition's steps up to this one."""
         while self._todo and self._todo[0][0] <= step:
             begin = one, other = _read(self._traces, self._todo.pop(0))
             next_a, next_b = _read(self._traces, self._todo[0]) if self._todo else (None, None)
-            apart = differences(self._pairs, begin, one, other, next_a, next_b, self._bounds.factor)
+            apart = differences(self._pairs, begin, one, other, next_a, next_b, self.bounds.factor)
             if apart.loss is not None:
-                self._learn("loss", np.array([apart.loss]))
+                self.learn("loss", np.array([apart.loss]))
             for link, gradient in (("local", apart.local), ("reduced", apart.reduced)):
                 if gradient is not None:
                     values = np.append(gradient.relative, np.median(gradient.relative))
-                    self._learn(link, values[self._layers])
+                    self.learn(link, values[self._layers])
             if apart.update is not None:
                 moved = np.nan_to_num(apart.update.relative)
-                self._learn("update", np.append(moved, np.median(moved))[self._tensors])
-
-    def _learn(self, link: str, values: Array) -> None:
-        values = np.where(np.isfinite(values), values, 0.0)
-        self._high[link] = np.maximum(self._high.get(link, np.zeros_like(values)), values)
-        if (median := float(np.median(values))) > 0.0:
-            self._start.setdefault(link, median)
-
-    def allowed(self, link: str, by_growth: Array) -> Array:
-        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
-        if link not in self._start:
-            return by_growth
-        bound = {"loss": self._bounds.loss, "update": self._bounds.update}.get(link, self._bounds.gradient)
-        median = float(np.median(self._high[link]))
-        grown = median / self._start[link]
-        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * np.maximum(self._high[link], median))
+                self.learn("update", np.append(moved, np.median(moved))[self._tensors])
 
 
 def _paired(traces: tuple[Trace, Trace], names: Mapping[str, str]) -> tuple[StepPairs, tuple[Head, Head], Pairs]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +202,30 @@ def _begin(values: Array) -> int:
     spread = np.maximum(squares / left - mean**2, 1e-300)
     t = np.abs(mean) * np.sqrt(left / spread)
     return int(np.argmax(t[: max(1, count - LEAST_STEPS + 1)]))
+
+
+@dataclass
+class Repetition:
+    """What A and a repetition of it differ by up to the step that is judged: it takes the place of growth."""
+
+    bounds: Bounds
+    high: dict[str, Array] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, link: str, values: Array) -> None:
+        values = np.where(np.isfinite(values), values, 0.0)
+        self.high[link] = np.maximum(self.high.get(link, np.zeros_like(values)), values)
+        if (median := float(np.median(values))) > 0.0:
+            self.start.setdefault(link, median)
+
+    def allowed(self, link: str, by_growth: Array) -> Array:
+        """Return ``by_growth`` where the repetition had every bit of A: that says nothing of growth."""
+        if link not in self.start:
+            return by_growth
+        bound = {"loss": self.bounds.loss, "update": self.bounds.update}.get(link, self.bounds.gradient)
+        high = np.maximum(self.high[link], np.median(self.high[link]))
+        grown = float(np.median(self.high[link])) / self.start[link]
+        return np.maximum(FIRST_MARGIN * bound * max(1.0, grown), MARGIN * high)
 
 
 # -- what the steps that agree have shown ------------------------------------------------------------------------------
