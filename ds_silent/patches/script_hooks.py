@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 from ds_silent.extras import FRAMEWORKS
@@ -152,9 +153,11 @@ class _Watched:
 
 
 def _is_scripts(hook: Any) -> bool:
-    """Tell whether a hook is neither the observer's nor a framework's own."""
-    room = str(getattr(_function_of(hook), "__module__", "")).partition(".")[0]
-    return not isinstance(hook, RegisteredHook) and room not in FRAMEWORKS
+    """Tell whether a hook is neither the observer's nor a framework's own, which is no builtin (torch.zeros_like)."""
+    function = _function_of(hook)
+    room = str(getattr(function, "__module__", "")).partition(".")[0]
+    of_framework = room in FRAMEWORKS and not isinstance(function, BuiltinFunctionType)
+    return not (isinstance(hook, RegisteredHook) or of_framework)
 
 
 def _function_of(hook: Any) -> Any:
@@ -186,6 +189,8 @@ def _identity_of(gradient: Any) -> tuple[Any, ...] | None:
 def name_of_hook(hook: Any) -> str:
     """Return a function's name, with its file and line."""
     hook = _function_of(hook)
+    if isinstance(hook, BuiltinFunctionType):
+        return f"{hook.__module__}.{hook.__name__}"
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__name__).rpartition("<locals>.")[2]
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else name

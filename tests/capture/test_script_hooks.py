@@ -231,3 +231,12 @@ def test_hooks_keep_their_order_and_are_as_before_when_the_observers_is_taken_of
     seen.clear()
     parameter.sum().backward()  # type: ignore[no-untyped-call]
     assert [name for name, _ in seen] == ["first", "behind"]
+
+
+def test_a_builtin_is_a_hook_of_the_scripts_own() -> None:
+    parameter, hooks, patches = nn.Parameter(torch.ones(4)), ScriptHooks(), Patches()
+    parameter.register_hook(torch.zeros_like)
+    hooks.register(patches, "weight", parameter, lambda gradient: None)
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    assert hooks.changed == {"torch.zeros_like": "weight"}
+    patches.undo()
