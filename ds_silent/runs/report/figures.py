@@ -170,7 +170,7 @@ def coverage(view: PlotContext) -> Panel | None:
     """Draw shares of the epoch, and say how many rows several ranks hold."""
     rows, note = finite(view.run.steps["duplicates"]), ""
     if len(rows):
-        shared = f"{rows.sum():,.0f} rows were held by several ranks in one step."
+        shared = f"{rows.sum():,.0f} times several ranks held the same row in one step."
         note = shared if rows.sum() else "No row was held by two ranks."
     lines = (("seen once or more", "seen", "a"), ("seen again", "repeated", "c"))
     return _lines(view, "Shares of the epoch's rows", note, *lines)
