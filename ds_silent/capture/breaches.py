@@ -146,5 +146,5 @@ def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     everybody = len(ranks) in (0, world_size)
     message = breach.message if everybody else f"On {named(ranks, world_size)}: {breach.message}"
     blamed = ranks if 2 * len(ranks) <= world_size else ()
-    told = {name: value for name, value in vars(breach).items() if name != "alike_on_all"}
-    return Unlike(**told | {"key": KEY + breach.key, "message": message}, ranks=blamed)
+    shared = {name: value for name, value in vars(breach).items() if name != "alike_on_all"}
+    return Unlike(**shared | {"key": KEY + breach.key, "message": message}, ranks=blamed)

@@ -82,13 +82,10 @@ def _trained_weight(model: nn.Module, getter: str, kind: type[nn.Module]) -> Ten
 
 
 def _decayed_norms(framework: Framework) -> Breach | None:
-    settings = [group for optimizer in framework.optimizers() for group in optimizer.param_groups]
-    held = framework.parameter_groups() or []
+    settings, held = _groups(framework)
     norms = {id(p): name for name, p in _weights_of_norms(framework.module)}
     dimensions = {id(p): len(shape) for p, shape in zip(framework.parameters, framework.shapes, strict=True)}
-    if len(held) != len(settings) or not norms:
-        return None
-    for place, without in enumerate(settings):
+    for place, without in enumerate(settings if norms else ()):
         decays = [
             parameter
             for parameters, group in zip(held, settings, strict=True)
@@ -115,6 +112,13 @@ def _decayed_norms(framework: Framework) -> Breach | None:
     return None
 
 
+def _groups(framework: Framework) -> tuple[list[dict[str, Any]], list[list[Tensor]]]:
+    """Return the optimizers' groups, and the model's own parameters in each; none where these are not known."""
+    settings = [group for optimizer in framework.optimizers() for group in optimizer.param_groups]
+    held = framework.parameter_groups() or []
+    return (settings, held) if len(settings) == len(held) else ([], [])
+
+
 def _differ_in_decay_alone(group: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(
         number(value) == number(other.get(name)) if number(value) is not None else value == other.get(name)
@@ -131,11 +135,8 @@ def _weights_of_norms(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty_rate(framework: Framework) -> Breach | None:
-    settings = [group for optimizer in framework.optimizers() for group in optimizer.param_groups]
-    held = framework.parameter_groups() or []
+    settings, held = _groups(framework)
     rates = [number(group.get("initial_lr", group.get("lr"))) for group in settings]
-    if len(held) != len(settings):
-        return None
     for place, rate in enumerate(rates):
         others = {other for other, parameters in zip(rates, held, strict=True) if parameters}
         if not held[place] and rate is not None and rate not in others:

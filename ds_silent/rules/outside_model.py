@@ -42,7 +42,8 @@ class OutsideModel(Rule):
         self._later: list[tuple[int, list[Tensor], ReadLater]] = []  # step; whether each stayed
         self._since: dict[Tensor, int] = {}
         self._looks, self._key = 0, ""
-        self._unheld: tuple[Breach, ...] | None = None  # as soon as a backward was looked at
+        self._backwards = 0  # whose graphs were walked
+        self._unheld: tuple[Breach, ...] | None = None  # as soon as one of them was this model's
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each gradient as it has come, and as each step finds it."""
@@ -64,9 +65,10 @@ class OutsideModel(Rule):
         if groups is not None and isinstance(root, Tensor):
             own = set(map(id, self._framework.module.parameters()))
             masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
-            leaves = leaves_of(root)
-            if own.isdisjoint(map(id, leaves)):
-                return  # another model's backward
+            leaves, self._backwards = leaves_of(root), self._backwards + 1
+            if own.isdisjoint(map(id, leaves)):  # another model's backward, or all are gathered anew for each (FSDP2)
+                self._unheld = () if self._backwards == _LOOKS else None
+                return
             own |= {id(one) for group in groups for one in group}
             unheld = [one for one in leaves if id(one) not in own and one.shape not in masters]
             names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects

@@ -205,7 +205,7 @@ class DeepSpeedFramework(Framework):
         if self._pipeline:
             self.micro_batches, self.micro_batches_at_once = 1, self.micro_batches
         self.micro_batch_rows = int(rows) * self.micro_batches_at_once
-        self.own_rules = [StepCalls(engine), ConfigOptimizer(engine, self.optimizers)]
+        self.own_rules = [StepCalls(engine, self.micro_batches), ConfigOptimizer(engine, self.optimizers)]
         writes = dist.get_rank(self.group) == 0
         self._losses = Losses(engine, self.micro_batches, writes)
         self._autocast_scales = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None

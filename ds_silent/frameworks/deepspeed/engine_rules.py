@@ -18,16 +18,19 @@ class StepCalls(Rule):
     """Check that ``engine.step()`` follows every micro-batch: DeepSpeed counts them in it (0.16.9 to 0.19.8).
 
     Unless ``set_gradient_accumulation_boundary`` says where an accumulation ends, as accelerate and its Trainers do.
+
+    Args:
+        micro_batches: of the script's per step; a pipeline has one.
     """
 
-    def __init__(self, engine: Any):
-        self._engine = engine
+    def __init__(self, engine: Any, micro_batches: int):
+        self._engine, self._micro_batches = engine, micro_batches
         self._forwards = self._backwards = 0  # since the last call of step
         self._times = self._since = 0  # calls behind a whole accumulation, in a row; the step of the first
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Count the engine's calls."""
-        if self._engine.gradient_accumulation_steps() == 1:
+        if self._micro_batches == 1:
             return
         patches.hook(self._engine.register_forward_pre_hook, partial(safely, self._forward))
         patches.around(self._engine, "backward", partial(safely, self._backward))
