@@ -89,6 +89,9 @@ def kill_one_rank(directory: str) -> None:
     engine = build(Case(), Path(directory) / "on")
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(20):
+        if step == 5:
+            ds_silent.observer_of(engine).flush()  # what its thread still holds of step 4 would die with rank 1
+            dist.barrier()
         if step == 5 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         one_step(engine, generator)
