@@ -3,7 +3,7 @@
     local = LocalGradient(...)
     local.observe(index, gradient, boundary=True, exact=False)     # from a leaf hook: of one micro-batch and parameter
     local.observe_accumulated(exact=False)                         # at the boundary, before the reduction
-    local.accumulator.take()                                       # its sketch and squared norm
+    local.take()                                                   # its sketch and squared norm
 
 Gradients are stored in one of two ways. Where they accumulate in a buffer of their own until the reduction, one look
 at the boundary suffices: ``grad`` plus the incoming gradient, in the buffer's dtype. Where every micro-batch is
@@ -26,7 +26,9 @@ from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
 from ds_silent.kernels.accumulator import Accumulator, Part, new_accumulator, stream_order
 from ds_silent.maths import sketch
+from ds_silent.maths.mixing import place_of
 
+_UNKNOWN: tuple[float, float] = -1.0, 0.0  # of which gradients are zero
 Accumulated = Callable[[int], Tensor | None]
 """``accumulated(index)``: what the framework has accumulated of a parameter's gradient in this step, if anything."""
 
@@ -79,6 +81,7 @@ class LocalGradient:
         self._leftover: Tensor | None = None  # squared norm, 0-dim
         self._micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
+        self._zeros: tuple[float, float] | tuple[Tensor, ...] | None = None  # see Accumulator.zeros
 
     def drop(self) -> None:
         """Forget what has come of the step under way: it was never to be one."""
@@ -87,8 +90,16 @@ class LocalGradient:
         self.whole.forget()
         self.start_step()
 
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Take what :attr:`accumulator` holds; of a step that takes twice it is not known which gradients are zero."""
+        known = self._norms_add_up and self._zeros is None
+        self._zeros = self.accumulator.zeros().unbind() if known else _UNKNOWN
+        return self.accumulator.take()
+
     def observed(self, squared: Tensor, gram: Tensor | None) -> Local[float | Tensor]:
         """Return the numbers of an observation; ``squared``: norm that was accumulated, ``gram``: if exchanged."""
+        missed = [index for index, fires in enumerate(self._fires) if not fires]
+        zeros = self._zeros if self._once and self._zeros is not None else _UNKNOWN
         return Local(
             seen=float(all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))),
             norm_seen=float(self._norms_add_up and self._once),
@@ -96,7 +107,10 @@ class LocalGradient:
             squared=squared,
             leftover_squared=0.0 if self._leftover is None else self._leftover,
             micro_squared=0.0 if self._micro_squared is None else self._micro_squared,
-            fired=float(sum(fires > 0 for fires in self._fires)),
+            fired=float(len(self._fires) - len(missed)),
+            missed_places=float(sum(map(place_of, missed))),
+            zeros=zeros[0],
+            zero_places=zeros[1],
         )
 
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> bool:

@@ -117,7 +117,7 @@ class ReducedGradient:
 
     def reduced(self, aggregated: Iterable[Part] | None) -> None:
         """Look at the reduction's result before the script can change it. The last such call of a step counts."""
-        sketches, squares = self._local.accumulator.take()
+        sketches, squares = self._local.take()
         if self._local_sketched is not None:  # another backward at the same boundary
             sketches, squares = sketches + self._local_sketched[0], squares + self._local_sketched[1]
         self._local_sketched = sketches, squares
@@ -127,7 +127,7 @@ class ReducedGradient:
 
     def take_local(self) -> Sketched:
         """Return the local gradient's sketches."""
-        return self._local_sketched or self._local.accumulator.take()
+        return self._local_sketched or self._local.take()
 
     def observed(
         self, aggregated: Iterable[Part] | None, again: bool = False

@@ -23,7 +23,7 @@ from typing import Any
 from ds_silent.capture.untrained import Unlike
 from ds_silent.config import DetectorsConfig, EffectsConfig
 from ds_silent.detectors.batch_size import BatchSizeTest, FullLabelsTest, LabelTokensTest
-from ds_silent.detectors.broken import BrokenNumbers, StaleParameters
+from ds_silent.detectors.broken import BrokenNumbers, StaleParameters, ZeroLayers
 from ds_silent.detectors.duplicate_data import SameGradients
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.jump import JumpTest
@@ -44,7 +44,7 @@ from ds_silent.text import TORCH, Words
 __all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
-_VERSION = 6  # of the state
+_VERSION = 7  # of the state
 
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:
@@ -94,6 +94,7 @@ class Judge:
             LabelWeightsTest(),
             LabelRulesTest(),
             StaleParameters(alike),
+            ZeroLayers(alike),
             SameRows(steps),
             SampledRowsTest(steps),
             FollowedRows(),

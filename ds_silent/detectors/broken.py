@@ -1,7 +1,7 @@
 """NaN, infinite and zero values, and parameters without a gradient: judged before anything is compared.
 
-These are facts, not statistics, and no false-alarm rate applies. All but parameters without a gradient are reported at
-their first step.
+These are facts, not statistics, and no false-alarm rate applies. Those of a whole rank are reported at their first
+step; those of some parameters or layers once it is clear that the model does not do so in health.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.distributed.parts import listed
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import StepRecord
+from ds_silent.records import Severity, StepRecord
 from ds_silent.text import named
 
 SHOWN_LAYERS = 3
-_HABIT, _ALONE = 8, 16  # measured steps
+_HABIT, _AGAIN, _ALONE = 8, 4, 16  # measured steps
+_PARAMETERS = "parameters"  # the place of a finding about those without a gradient
 _LABELS = "Drop rows without label tokens (cut before their response, or empty)."
 _DETACHED = (
     "Look for a detached loss, a loss multiplied by 0, parameters that do not require gradients, or a batch without "
@@ -79,9 +81,65 @@ class StaleParameters(Detector):
         counts = self._habit >= _HABIT or self._in_row >= _HABIT
         if found and found[0].key == self._stale_key:
             self._in_row += 1
-            return [replace(found[0], since=self._since)] if counts or self._in_row >= _HABIT else []
+            began = f", since step {self._since}." if self._since < record.step else "."
+            since = replace(found[0], since=self._since, message=found[0].message.removesuffix(".") + began)
+            return [since] if counts or self._in_row >= _HABIT else []
         self._conditional = bool(found) or not counts
         return []
+
+
+class ZeroLayers(Detector):
+    """Report layers, or single parameters, whose gradient is exactly zero on some ranks only, unless rows do so.
+
+    A layer that not every row trains, such as the head of a task, comes and goes. So a rank's layer counts after
+    ``_AGAIN`` steps in a row where all ranks have trained it in ``_HABIT``, else after ``_HABIT``; never again where it
+    has come back before that. It is a note where rows are not dealt at random: other rows may leave the layer out.
+    """
+
+    key = "zero_layers"
+    stored = ("trained", "in_row", "told", "conditional")
+
+    def __init__(self, alike: bool = True):
+        self._alike = alike
+        self._start(0, 1)
+
+    def _start(self, ranks: int, columns: int) -> None:
+        """Begin anew with a column for each layer, and a last one for parameters."""
+        self._trained = np.zeros(columns)  # steps in which all ranks have trained it
+        self._in_row = np.zeros((ranks, columns))  # steps
+        self._told = np.zeros((ranks, columns), dtype=bool)
+        self._conditional = np.zeros(columns, dtype=bool)
+
+    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
+        untrained = any(evidence.stale_parameters or ())
+        if not self._alike or evidence.step_skipped or untrained or _zero(record, evidence):
+            return []  # what is zero besides is no finding of its own
+        none = _zero_columns(evidence, record.world_size)
+        if none.shape != self._in_row.shape:
+            self._start(*none.shape)
+        if not none.any() and not self._in_row.any():  # nearly always
+            self._trained += 1
+            return []
+        zero = none & ~none.all(axis=0)
+        self._conditional |= ((self._in_row > 0) & ~zero & ~self._told).any(axis=0)
+        self._in_row = np.where(zero, self._in_row + 1, 0)
+        needed = np.where(self._trained >= _HABIT, _AGAIN, _HABIT)
+        self._told = zero & (self._told | (self._in_row >= needed)) & ~self._conditional
+        self._trained += ~none.any(axis=0)
+        return self._finding(record, evidence) if self._told.any() else []
+
+    def _finding(self, record: StepRecord, evidence: Evidence) -> list[Finding]:
+        ranks = tuple(np.flatnonzero(self._told.any(axis=1)).tolist())
+        columns = np.flatnonzero(self._told[:, :-1].any(axis=0))
+        names = [] if evidence.layers is None else [evidence.layers.names[column] for column in columns]
+        since = record.step - int(self._in_row[self._told].max()) + 1
+        return [zero_layers(ranks, names, since, record, evidence)]
+
+
+def _zero_columns(evidence: Evidence, ranks: int) -> npt.NDArray[np.bool_]:
+    """(N, L + 1) whether a rank's gradient is zero in a layer, and in more parameters than where they are fewest."""
+    last = np.array(evidence.zero_parameters or (0,) * ranks)[:, None] > 0
+    return last if evidence.layers is None else np.hstack((np.isneginf(evidence.layers.log_norms), last))
 
 
 def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
@@ -168,16 +226,34 @@ def stale_parameters(record: StepRecord, extras: Evidence) -> list[Finding]:
         return []
     missing = tuple(rank for rank, count in enumerate(stale) if count > 0)
     most = max(stale)
+    which = _whole_layers(missing, extras) if extras.stale_name is None else f": {extras.stale_name}"
     message = (
         f"{named(missing).capitalize()} got no gradient for {most} trainable parameter{'s' if most > 1 else ''} that "
-        f"other ranks do train{_whole_layers(missing, extras)}."
+        f"other ranks do train{which}."
     )
     remedy = (
         "Compare requires_grad and the model's branches between the ranks; if the model skips layers on purpose "
         "(mixture of experts), this is expected."
     )
-    key, where, score = f"stale:{','.join(map(str, missing))}", "parameters", float(most)
+    key, where, score = f"stale:{','.join(map(str, missing))}", _PARAMETERS, float(most)
     return [Finding(key, "zero-gradient", "warning", missing, where, score, 0.0, message, remedy, record.step)]
+
+
+def zero_layers(
+    ranks: tuple[int, ...], layers: Sequence[str], since: int, record: StepRecord, extras: Evidence
+) -> Finding:
+    """Make the finding of layers whose gradient is exactly zero on these ranks alone; of none: of parameters."""
+    some = extras.zero_name or f"{max(extras.zero_parameters or (0,))} parameters"
+    where, what = (layers[0], listed(layers, SHOWN_LAYERS, "layers")) if layers else (some, some)
+    rest = "the other rank" if record.world_size - len(ranks) == 1 else "the other ranks"
+    message = f"The gradient of {what} is exactly zero on {named(ranks)} since step {since}, and not on {rest}."
+    remedy = (
+        "Look for a branch, a factor of 0, a mask or a hook that takes it out on this rank; if only some rows train it "
+        "on purpose, this is expected."
+    )
+    key = f"zero-layers:{','.join(map(str, ranks))}"
+    severity: Severity = "warning" if extras.dealt == "random" else "info"
+    return Finding(key, "zero-gradient", severity, ranks, where, 0.0, None, message, remedy, since)
 
 
 def _whole_layers(ranks: tuple[int, ...], extras: Evidence) -> str:

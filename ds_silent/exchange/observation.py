@@ -74,6 +74,9 @@ class Local(Generic[T]):
     leftover_squared: T = _0  # of what an earlier step left in the gradients
     micro_squared: T = _0  # sum over micro-batches of squared norms, where each is reduced on its own
     fired: T = _0  # trainable parameters that got a gradient
+    missed_places: T = _0  # sum of place_of for those that got none
+    zeros: T = _0  # parameters whose gradient is exactly zero, or that got none; -1 when not known
+    zero_places: T = _0  # sum of place_of for those
     sketch_squared: T = _0  # of the sketch; only where not everybody gets everybody's
     late_cosine: T = _0  # with the rest, of the observation before; likewise
     hooked: T = _0  # 1 when a hook of the script has changed it; BEHIND when one has behind the observer's hook

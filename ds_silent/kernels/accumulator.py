@@ -26,6 +26,7 @@ from torch import Tensor
 from ds_silent.kernels.host import Touched, address_of, compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
+from ds_silent.maths.mixing import place_of
 from ds_silent.maths.sketch import SHIFT, SHIFTS, SketchEntry, SketchPlan
 
 logger = logging.getLogger("ds_silent")
@@ -127,6 +128,9 @@ class Accumulator:
         self._square_groups = torch.zeros(capacity, dtype=torch.int64, device=self._tables.device)
         self._slots: dict[tuple[int, int, int, int], slice] = {}
         self._used = 0
+        self._numels = numels
+        self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))] + [(0.0, 0.0)])
+        self._whole = torch.zeros(2, capacity, device=self._tables.device)  # these, of slots of a whole tensor
 
     def add(
         self,
@@ -200,6 +204,15 @@ class Accumulator:
         self._squares.zero_()
         return sketches, squares
 
+    def zeros(self) -> Tensor:
+        """(2,): how many tensors have a norm of exactly zero, and the sum of their ``place_of``, since :meth:`take`.
+
+        Tensors that come in pieces are left out: of an embedding, a piece is zero in health.
+        """
+        if self._order is not None:
+            self._order.enter()
+        return torch.where(self._squares[: self._used] == 0.0, self._whole[:, : self._used], 0.0).sum(1)
+
     def peek(self) -> Tensor:
         """(k,) sketch of everything since the last :meth:`take`."""
         if self._order is not None:
@@ -238,6 +251,8 @@ class Accumulator:
                 raise RuntimeError(f"tensor {index} arrived in more different parts than were planned for")
             self._used = slots.stop
             self._square_groups[slots].fill_(self._groups[index])
+            if pieces == 1 and numel == self._numels[index]:
+                self._whole[:, slots] = self._counted[index, :, None].to(self._whole.device)
         return slots
 
     def _memory(self, dtype: torch.dtype, use: str) -> Tensor:
@@ -306,6 +321,8 @@ class FusedAccumulator(Accumulator):
         self._row_of: dict[tuple[int, int, int], int] = {}  # of _squares_read, for each part
         self._squares_read = self._new_squares(len(self._groups) + 1)
         self._groups_read: list[int] = []
+        self._tensors_read: list[int] = []  # -1: a part of one
+        self._whole_read: Tensor | None = None  # (2, rows of _squares_read)
         self._membership: Tensor | None = None  # bool (G, rows of _squares_read)
         self.refused: str | None = None
 
@@ -340,6 +357,15 @@ class FusedAccumulator(Accumulator):
             squares += torch.where(self._membership, self._squares_read[:used].sum(1), 0.0).sum(1)
             self._squares_read[:used].zero_()
         return sketches, squares
+
+    def zeros(self) -> Tensor:
+        """See :meth:`Accumulator.zeros`."""
+        zeros, used = super().zeros(), len(self._tensors_read)
+        if used:
+            if self._whole_read is None or self._whole_read.shape[1] != used:
+                self._whole_read = self._counted[self._tensors_read].T.to(self._squares_read.device)
+            zeros += torch.where(self._squares_read[:used].sum(1) == 0.0, self._whole_read, 0.0).sum(1)
+        return zeros
 
     def _takes(self, values: Tensor) -> bool:
         return (
@@ -382,6 +408,7 @@ class FusedAccumulator(Accumulator):
         if place not in self._row_of:
             self._row_of[place] = len(self._groups_read)
             self._groups_read.append(self._groups[index])
+            self._tensors_read.append(index if numel == self._numels[index] else -1)
             if len(self._groups_read) > len(self._squares_read):
                 self._squares_read = torch.cat((self._squares_read, self._new_squares(len(self._squares_read))))
         begin, group = self._offsets[index] + start, self._groups[index] if self._sketch_groups else 0

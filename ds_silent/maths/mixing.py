@@ -20,6 +20,11 @@ WORDS = 4  # a 64-bit hash travels as four 16-bit numbers, which fp32 carries ex
 PAIR = -7046029254386353131  # odd: the key of a pair's second word is that of the first times this
 
 
+def place_of(parameter: int) -> float:
+    """Return 20 bits of a hash of a parameter's number, whose sum over a few says which they are."""
+    return float((parameter + 1) * 2654435761 >> 12 & 0xFFFFF)
+
+
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64 of each number: a bijection of 64 bits in which every input bit reaches every output bit."""
     x = values + np.uint64(GOLDEN)

@@ -9,7 +9,7 @@ A gradient that was not captured whole on every rank gives null, never a number 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from ds_silent.exchange.observation import BEHIND, EachRank, Gathered, on_all
 from ds_silent.exchange.row_ids import Sampling
 from ds_silent.framework import Promise
 from ds_silent.maths import statistics
+from ds_silent.maths.mixing import place_of
 from ds_silent.measure.evidence import Evidence, LabelWeights, LayerValues, ScriptHookEvidence
 from ds_silent.records import DirectionStats, GradNormStats, LayerStats, Method, ObjectiveStats, Seconds, StepRecord
 from ds_silent.trace import Traced
@@ -56,6 +57,7 @@ class Context:
     rates: tuple[float | None, ...] = ()  # of each parameter group, in such a step
     crosses: bool = False  # see Evidence
     script_hooks: tuple[str, ...] = ()  # names of those that have changed a gradient
+    parameters: Sequence[str] = ()  # names of the trainable ones
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,9 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
 
 def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evidence:
     """Add to what is known of the rows what the detectors need of everything else, besides the record."""
-    fired = gathered.local.fired
+    local = gathered.local
+    missed, zeros = local.fired.max() - local.fired, local.zeros - local.zeros.min()
+    zeros_known = on_all(local.norm_seen) and bool((local.zeros >= 0).all())
     non_finite, zero = _broken(gathered, context.layer_names)
     return replace(
         of_rows,
@@ -269,13 +273,24 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         beside=context.beside if len(set(gathered.code.objective.tolist())) == 1 else 0,
         non_finite=non_finite,
         zero_gradient=zero,
-        stale_parameters=tuple((fired.max() - fired).long().tolist()),
+        stale_parameters=tuple(missed.long().tolist()),
+        stale_name=_one_more(missed, local.missed_places, context.parameters),
+        zero_parameters=tuple(zeros.long().tolist()) if zeros_known else None,
+        zero_name=_one_more(zeros, local.zero_places, context.parameters) if zeros_known else None,
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
         micro_batches=tuple(gathered.loss.count.long().tolist()),
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),
     )
+
+
+def _one_more(more: Tensor, places: Tensor, names: Sequence[str]) -> str | None:
+    """Name the parameter that some ranks count beyond the others' where it is one; ``places``: see ``place_of``."""
+    if float(more.max()) != 1.0:  # nearly always
+        return None
+    found = set((places[more > 0] - places[int(more.argmin())]).tolist())
+    return next((name for number, name in enumerate(names) if found == {place_of(number)}), None)
 
 
 def _script_hooks(gathered: Gathered, context: Context) -> ScriptHookEvidence | None:

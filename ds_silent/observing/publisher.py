@@ -120,6 +120,7 @@ class Publisher:
             () if capture.traced is None else capture.traced.rates,
             objective.crossing.found,
             tuple(capture.framework.script_hooks.changed),
+            capture.framework.names,
         )
 
     # -- what was gathered of a step -------------------------------------------------------------------------------

@@ -149,9 +149,12 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         verb = "are" if group.total > 1 else "is"
         return f"{who} {verb} out of step with the rest, and nothing is known after that"
     elif group.where == "hooks on gradients":
-        return "A hook changes gradients on some ranks alone" + (f" ({who[0].lower()}{who[1:]})" if who else "")
-    elif group.kind == "zero-gradient" and group.where == "parameters":
-        one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
+        whose = f" ({who[0].lower()}{who[1:]})" if who and not everybody else ""
+        return f"A hook changes gradients on some ranks alone{whose}"
+    elif group.kind == "zero-gradient" and group.where not in ("", "gradient"):
+        one, many = (f"{verb} a gradient of zero in {group.where} alone" for verb in ("has", "have"))
+        if group.where == "parameters":
+            one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
         return f"{who} {many if group.total > 1 else one}"
     elif group.first == 0 and group.kind in _BEFORE and not everybody:
         one, said = _BEFORE[group.kind]

@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ds_silent.kernels import accumulator, host, launches
 from ds_silent.kernels.accumulator import Accumulator, CompiledAccumulator, new_accumulator
 from ds_silent.kernels.checksums import Checksums, LayerChecksums, checksum
+from ds_silent.maths.mixing import place_of
 from ds_silent.maths.sketch import SHIFTS, make_plan, offsets_of
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -109,6 +110,24 @@ def test_parts_and_what_is_left_out() -> None:
     assert squares.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert squares[0] > 0.0
     assert own[0].abs().max() == 0.0
+
+
+def test_which_tensors_are_zero() -> None:
+    """Those of zeros alone; not a part of one that is zero, and torch leaves out those that it reads in pieces."""
+    plain, ours = both()
+    small = [index for index, numel in enumerate(NUMELS) if numel <= WIDTH and OFFSETS[index] % WIDTH + numel <= WIDTH]
+    assert len(small) >= 3 > 0 < len(NUMELS) - len(small)
+    for zeros in ([], [small[1]], [small[0], 8], [small[2], 3, 8], []):
+        for index, numel in enumerate(NUMELS):
+            values = random(numel, torch.float32, index)
+            values[: numel // 2] = 0.0
+            for each in (plain, ours):
+                each.add(index, values * (index not in zeros))
+        for each, counted in ((ours, zeros), (plain, [index for index in zeros if index in small])):
+            assert each.zeros().tolist() == [len(counted), sum(map(place_of, counted))]
+            each.take()
+    ours.add(8, torch.zeros(5 * WIDTH))
+    assert ours.zeros()[0] == len(NUMELS), "nothing came of any; the part does not count"
 
 
 def test_only_what_was_read_is_folded() -> None:

@@ -96,18 +96,77 @@ def test_parameters_without_a_gradient_are_told_with_the_layers_that_got_none() 
     [event] = Run().steps(8, replace(ON_RANK_2, layers=layers))
     assert event.message == (
         "Rank 2 got no gradient for 3 trainable parameters that other ranks do train, among them all of embedding, "
-        "b.0, b.1 and 1 more layers."
+        "b.0, b.1 and 1 more layers, since step 1."
     )
     whole = replace(layers, log_norms=np.zeros((4, 6)))
     for unknown in (whole, None):
         [event] = Run().steps(8, replace(ON_RANK_2, layers=unknown))
-        assert event.message == "Rank 2 got no gradient for 3 trainable parameters that other ranks do train."
+        assert event.message == (
+            "Rank 2 got no gradient for 3 trainable parameters that other ranks do train, since step 1."
+        )
 
 
 @pytest.mark.parametrize("other", [ON_RANK_1, NOWHERE])
 def test_parameters_that_come_and_go_from_the_first_steps_on_are_a_mixture_of_experts(other: Evidence) -> None:
     run = Run()
     assert run.steps(7, ON_RANK_2) + run.steps(1, other) + run.steps(20, ON_RANK_2) == []
+
+
+LAYERS = ("embedding", "b.0", "b.1", "b.2", "head")
+
+
+def zero_in(*layers: int, ranks: tuple[int, ...] = (2,)) -> Evidence:
+    """Evidence of a gradient of exactly zero on these of 4 ranks, in these of 5 layers."""
+    log_norms = np.zeros((4, 5))
+    log_norms[np.ix_(np.array(ranks, int), np.array(layers, int))] = -np.inf
+    return Evidence(layers=LayerValues(LAYERS, log_norms, None), dealt="random")
+
+
+@pytest.mark.parametrize(("before", "at"), [(0, 8), (7, 15), (8, 12), (40, 44)])
+def test_a_gradient_of_zero_in_a_layer_of_one_rank_is_a_fact_with_the_layers_names(before: int, at: int) -> None:
+    run = Run()
+    events = run.steps(before, zero_in()) + run.steps(20, zero_in(1, 2))
+    [event] = [event for event in events if event.severity != "info"]
+    assert (event.kind, event.severity, event.ranks, event.step) == ("zero-gradient", "warning", (2,), at)
+    assert event.where == "b.0"
+    assert event.message == (
+        f"The gradient of b.0, b.1 is exactly zero on rank 2 since step {before + 1}, and not on the other ranks."
+    )
+    assert [event for event in events if event.kind == "outlier-rank" and event.severity != "info"] == []
+
+
+def test_a_layer_that_is_zero_now_and_then_or_everywhere_is_the_models_own() -> None:
+    run = Run()
+    for step in range(60):  # a task whose rows a rank sometimes lacks, for two steps in a row
+        assert run.steps(1, zero_in(4, ranks=(step // 2 % 4,) if step % 5 < 4 else ())) == []
+    assert Run().steps(30, zero_in(4, ranks=(0, 1, 2, 3))) == [], "nobody trains it"
+    run = Run()
+    for turn in range(6):  # a task that one rank has rows of, now and then
+        alone = tuple(rank for rank in range(4) if rank != turn % 4)
+        assert run.steps(9, zero_in(4, ranks=(0, 1, 2, 3))) + run.steps(2, zero_in(4, ranks=alone)) == []
+    later = run.steps(30, zero_in(4, ranks=(0, 1, 2)))
+    assert [event for event in later if event.kind == "zero-gradient"] == [], "it has come and gone before"
+
+
+def test_a_zero_layer_is_no_second_finding_where_its_rank_has_no_gradient_at_all_or_none_of_its_parameters() -> None:
+    run = Run()
+    assert [event.where for event in run.steps(20, replace(ON_RANK_2, layers=zero_in(1).layers))] == ["parameters"]
+    run = Run()
+    run.steps(9, zero_in())
+    everything = zero_in(0, 1, 2, 3, 4)
+    [event] = run.judge.step(run.record(scale=0.0), everything)
+    assert event.where == "gradient"
+    for _ in range(9):
+        assert run.judge.step(run.record(scale=0.0), everything) == []
+
+
+def test_zero_layers_survive_a_resume() -> None:
+    first, second = Run(), Run()
+    assert first.steps(9, zero_in()) + first.steps(3, zero_in(1)) == []
+    second.judge.load_state_dict(json.loads(json.dumps(first.judge.state_dict())))
+    second.random, second.number = first.random, getattr(first, "number", 0)
+    [event] = second.steps(1, zero_in(1))
+    assert event.where == "b.0"
 
 
 def without_loss(run: Run, *ranks: int) -> StepRecord:

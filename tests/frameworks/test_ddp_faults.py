@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
 from benchmarks.probe import LENGTH, ROWS, VOCABULARY
@@ -398,3 +401,78 @@ def test_what_can_part_the_replicas_has_them_compared_at_the_next_step(tmp_path:
     events, _, compared = healthy
     assert compared == 1  # the parameters, at a tenth of the interval
     assert [event for event in events if event["severity"] != "info"] == []
+
+
+# -- a gradient that is missing or exactly zero in one parameter of one rank ----------------------------------------
+
+
+class Untrained(nn.Module):
+    """Two blocks and a head."""
+
+    how = ""  # the second block's weight is used on this rank; of the class: a number of the module would be compared
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            weight = block.weight
+            if number == 1 and self.how == "times zero":
+                weight = weight * 0.0 + weight.detach()
+            elif number == 1 and self.how == "detached":
+                weight = weight.detach()
+            x = nn.functional.gelu(nn.functional.linear(x, weight, block.bias))
+            if number == 1 and self.how == "block times zero":
+                x = x.detach() + 0.0 * x
+        return self.head(x)
+
+
+def train_untrained(directory: str, how: str, sharded: bool = False, accumulation: int = 1) -> list[str]:
+    """12 steps with rows dealt at random; return what was told of rank 1, as "step where"."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    module, Untrained.how = Untrained(), how if rank == 1 else ""
+    data = TensorDataset(torch.randn(384, 8), torch.arange(384) % 3)
+    loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=3), drop_last=True)
+    model = fully_shard(module) if sharded else DistributedDataParallel(module, find_unused_parameters=how == "detached")
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    config = {"output_dir": directory, "tensorboard": False}
+    batches = iter(loader)
+    with ds_silent.observe(model, optimizer, config=config) as observer:
+        for _ in range(12):
+            for micro_batch in range(accumulation):
+                x, y = next(batches)
+                last = micro_batch == accumulation - 1
+                with nullcontext() if sharded or last else model.no_sync():
+                    (nn.functional.cross_entropy(model(x), y) / accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        observer.flush()
+        dist.barrier()
+        told = read_events(Path(directory) / "events.jsonl")
+    return [f"{event['step']} {event['kind']} {event['ranks']} {event['where']}: {event['message']}" for event in told]
+
+
+ONE = "8 zero-gradient [1] blocks.1.weight: The gradient of blocks.1.weight is exactly zero on rank 1 since step 1,"
+BLOCKS = "8 zero-gradient [1] blocks.0: The gradient of blocks.0, blocks.1 is exactly zero on rank 1 since step 1,"
+NONE = (
+    "8 zero-gradient [1] parameters: Rank 1 got no gradient for 1 trainable parameter that other ranks do train: "
+    "blocks.1.weight, since step 1."
+)
+UNTRAINED: dict[str, tuple[tuple[Any, ...], list[str]]] = {
+    "healthy": (("",), []),
+    "times zero": (("times zero",), [ONE]),
+    "times zero, accumulated": (("times zero", False, 2), [ONE]),
+    "times zero, fully_shard": (("times zero", True), [ONE]),
+    "block times zero": (("block times zero",), [BLOCKS]),
+    "detached": (("detached",), [NONE]),
+}
+
+
+def test_a_rank_that_does_not_train_a_parameter_is_named_with_it(tmp_path: Path) -> None:
+    cases = {name: (str(tmp_path / name), *case) for name, (case, _) in UNTRAINED.items()}
+    told, _ = run_distributed(each, 2, (train_untrained, cases))
+    for name, (_, begins) in UNTRAINED.items():
+        assert len(told[name]) == len(begins), (name, told[name])
+        assert all(map(str.startswith, told[name], begins)), (name, told[name])
