@@ -435,7 +435,8 @@ def train_untrained(directory: str, how: str, sharded: bool = False, accumulatio
     module, Untrained.how = Untrained(), how if rank == 1 else ""
     data = TensorDataset(torch.randn(384, 8), torch.arange(384) % 3)
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=3), drop_last=True)
-    model = fully_shard(module) if sharded else DistributedDataParallel(module, find_unused_parameters=how == "detached")
+    unused = how == "detached"
+    model = fully_shard(module) if sharded else DistributedDataParallel(module, find_unused_parameters=unused)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     config = {"output_dir": directory, "tensorboard": False}
     batches = iter(loader)
