@@ -8,6 +8,8 @@
     with side.working():
         host.copy_(tensor, non_blocking=True)
     side.wait()
+    order = stream_order(tensor.device)             # of several streams that use the same memory; None on the CPU
+    order.enter()
 
 Each kind is a module of torch (``torch.cuda``, ``torch.npu`` and ``torch.xpu`` have the same functions), so that
 nothing newer than torch 2.4 is needed. ``DS_ACCELERATOR``, by which DeepSpeed is told its device, is read here too:
@@ -20,7 +22,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -153,3 +155,42 @@ class SideStream:
     def wait(self) -> None:
         """Block the host until what ran in the last :meth:`working` is done."""
         self._done.synchronize()
+
+
+class StreamOrder:
+    """Memory that is used on several streams of a device, in the order in which the host asks for it.
+
+    Autograd calls a hook on the stream of the operation whose gradient it brings. What one use has queued is complete
+    before another stream's use begins, because that stream waits for it; the host never does. Each use waits for the
+    one before, so the last waits for all. Gradients need no more: autograd itself tells the allocator on which stream
+    a hook is given them, and none is kept.
+
+    Args:
+        current_stream: gives the calling thread's stream, which compares by ``!=`` and has ``wait_stream(other)``.
+        handle: gives that stream's number, for nearly nothing: ``torch.cuda.current_stream`` takes the host 20 us.
+    """
+
+    def __init__(self, current_stream: Callable[[], Any], handle: Callable[[], int] | None = None):
+        self._current_stream, self._handle = current_stream, handle
+        self._last: Any = None
+        self._entered: int | None = None
+
+    def enter(self) -> None:
+        """Make what the current stream does from here on come after all earlier uses."""
+        if self._handle is not None:
+            before, self._entered = self._entered, self._handle()
+            if self._entered == before:
+                return
+        current = self._current_stream()
+        if self._last is not None and current != self._last:
+            current.wait_stream(self._last)
+        self._last = current
+
+
+def stream_order(device: torch.device) -> StreamOrder | None:
+    """Return the order for memory on a device; None on the CPU, where everything is in order."""
+    if device.type in ("cpu", "meta"):
+        return None
+    number = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)  # torch 2.4 to 2.13; not of an NPU
+    handle = None if number is None or device.index is None else functools.partial(number, device.index)
+    return StreamOrder(getattr(torch, device.type).current_stream, handle)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_silent.config import DirectionConfig
+from ds_silent.device import stream_order
 from ds_silent.distributed.guard import CollectiveGuard, SparseGradientError
 from ds_silent.exchange.exact import copy_overlap, exact_gram
 from ds_silent.exchange.observation import Local
-from ds_silent.kernels.accumulator import Accumulator, Part, new_accumulator, stream_order
+from ds_silent.kernels.accumulator import Accumulator, Part, new_accumulator
 from ds_silent.maths import sketch
 from ds_silent.maths.mixing import place_of
 

@@ -7,7 +7,7 @@
 
 Each block of the gradient is read twice in a row, the second time from the cache. Nothing is allocated in a step:
 products and sums of two tensors go through a scratch of one block. Nothing here waits for the device; a stream waits
-for another one that used the same tables before (:class:`StreamOrder`).
+for another one that used the same tables before (:class:`~ds_silent.device.StreamOrder`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_silent.device import StreamOrder
 from ds_silent.kernels.host import Touched, address_of, compiled
 from ds_silent.kernels.launches import DTYPES, Launch, Reader, Segment, Slots, choice
 from ds_silent.maths import sketch
@@ -35,45 +35,6 @@ Part = tuple[int, int, Tensor]
 """(tensor, first element, values)."""
 EXACT = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which an accelerator multiplies elements by signs, which rounds nothing and writes no wider copy."""
-
-
-class StreamOrder:
-    """Memory that is used on several streams of a device, in the order in which the host asks for it.
-
-    Autograd calls a hook on the stream of the operation whose gradient it brings. What one use has queued is complete
-    before another stream's use begins, because that stream waits for it; the host never does. Each use waits for the
-    one before, so the last waits for all. Gradients need no more: autograd itself tells the allocator on which stream
-    a hook is given them, and none is kept.
-
-    Args:
-        current_stream: gives the calling thread's stream, which compares by ``!=`` and has ``wait_stream(other)``.
-        handle: gives that stream's number, for nearly nothing: ``torch.cuda.current_stream`` takes the host 20 us.
-    """
-
-    def __init__(self, current_stream: Callable[[], Any], handle: Callable[[], int] | None = None):
-        self._current_stream, self._handle = current_stream, handle
-        self._last: Any = None
-        self._entered: int | None = None
-
-    def enter(self) -> None:
-        """Make what the current stream does from here on come after all earlier uses."""
-        if self._handle is not None:
-            before, self._entered = self._entered, self._handle()
-            if self._entered == before:
-                return
-        current = self._current_stream()
-        if self._last is not None and current != self._last:
-            current.wait_stream(self._last)
-        self._last = current
-
-
-def stream_order(device: torch.device) -> StreamOrder | None:
-    """Return the order for memory on a device; None on the CPU, where everything is in order."""
-    if device.type in ("cpu", "meta"):
-        return None
-    number = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)  # torch 2.4 to 2.13; not of an NPU
-    handle = None if number is None or device.index is None else partial(number, device.index)
-    return StreamOrder(getattr(torch, device.type).current_stream, handle)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DirectionConfig
-from ds_silent.kernels.accumulator import Accumulator, StreamOrder, stream_order
+from ds_silent.device import StreamOrder, stream_order
+from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.maths.sketch import make_plan, offsets_of
 
 NUMELS = [700, 64, 1300, 20]
