@@ -17,6 +17,7 @@ from ds_silent.kernels.accumulator import Accumulator, FusedAccumulator, new_acc
 from ds_silent.kernels.checksums import Checksums, checksum
 from ds_silent.kernels.launches import Reader, Segment, Slots
 from ds_silent.maths import sketch
+from ds_silent.maths.mixing import place_of
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 SIZE, WIDTH = 256, 2008
@@ -268,6 +269,21 @@ def test_the_variable_takes_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyP
     assert launches.choice(DEVICE) == ("triton", "Triton's kernel")
     plan = sketch.make_plan(100, SIZE, DEVICE)
     assert type(new_accumulator(plan, [0], [100])) is FusedAccumulator
+
+
+def test_which_tensors_are_zero() -> None:
+    """By the kernel and by torch's operations beside it, of one list; a part of a tensor is none."""
+    numels = [5000, 7, 3 * WIDTH, 640, 4096]
+    for zeros in ([], [2], [0, 3, 4]):
+        _, fused = both(numels, False)
+        values = [random(numel, torch.float32, number) * (number not in zeros) for number, numel in enumerate(numels)]
+        values[3] = values[3].view(20, 32).T  # lies apart: torch reads it
+        for _ in range(2):
+            fused.add_all([(number, 0, one) for number, one in enumerate(values)])
+            assert fused.zeros().tolist() == [len(zeros), sum(map(place_of, zeros))]
+            fused.take()
+    fused.add(2, torch.zeros(WIDTH, device=DEVICE), start=WIDTH)
+    assert fused.zeros()[0] == len(numels), "nothing came of any; the part does not count"
 
 
 def test_checksums_of_a_list_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
