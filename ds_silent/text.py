@@ -36,6 +36,12 @@ def mistake(sentence: object) -> int:
     return 2
 
 
+def unwritten(error: OSError) -> int:
+    """Print what could not be written and why, as :func:`mistake` does; a full disk names no file."""
+    what = "the output" if error.filename is None else ascii(error.filename)
+    return mistake(f"{what} cannot be written ({error.strerror or error}); choose another path")
+
+
 def shown(value: object, longest: int = 80) -> str:
     """Return ``value`` as JSON writes it, on one line and short enough for a sentence, whatever it holds."""
     try:

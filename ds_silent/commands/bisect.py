@@ -25,7 +25,7 @@ from ds_silent.config import BLOCK, ConfigError
 from ds_silent.config.block_file import load_ds_config
 from ds_silent.integrations import BLOCK_FILE
 from ds_silent.json_form import to_json
-from ds_silent.text import mistake, one_line, printable, shortened
+from ds_silent.text import mistake, one_line, printable, shortened, unwritten
 
 PLACE = "{output_dir}"
 """In the command's arguments, it stands for the directory of this release's records."""
@@ -77,7 +77,7 @@ def bisect_command(
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:
-        return mistake(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+        return unwritten(error)
     _print_found(package, good, releases, found, console)
     return TOGETHER if found.first is None else PARTED
 

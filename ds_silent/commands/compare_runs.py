@@ -15,7 +15,7 @@ from ds_silent.comparison.output import print_comparison, write_json, write_juni
 from ds_silent.json_form import to_json
 from ds_silent.runs.curves import compare_curves, curves_sentence, print_curves
 from ds_silent.runs.run import ReadingError
-from ds_silent.text import mistake, printable
+from ds_silent.text import mistake, printable, unwritten
 
 TOGETHER, PARTED = 0, 1
 """Exit statuses; 2 is a mistake."""
@@ -59,7 +59,7 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
     except (ComparisonError, TraceError, ReadingError) as error:
         return mistake(printable(str(error)))
     except OSError as error:
-        return mistake(f"{error.filename!a} cannot be written ({error.strerror}); choose another path")
+        return unwritten(error)
     print_comparison(found, _console(), options.brief)
     return PARTED if found.parted else TOGETHER
 

@@ -46,6 +46,7 @@ class OwnWeightTest(Detector):
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return one finding per flagged rank. Where the aggregate is wrong beyond rounding, nothing is weighed."""
+        self.scores = ()
         own = None if evidence.reduction is None else evidence.reduction.own
         if own is not None and self.ranks != record.world_size:
             self._start(record.world_size)

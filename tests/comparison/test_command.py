@@ -55,6 +55,8 @@ def test_the_exit_status(tmp_path: Path, trained: Trained) -> None:
     assert "got 4\n" in compare(*[trained()] * 4, code=2).stderr
     assert "got 3 runs" in compare(*[trained()] * 3, "--golden", trained(), code=2).stderr
     assert "cannot be written" in compare(trained(), trained(), "--json", tmp_path / "no" / "x.json", code=2).stderr
+    full = compare(trained(), trained(), "--json", "/dev/full", code=2)
+    assert full.stderr == "ds-silent: the output cannot be written (No space left on device); choose another path\n"
     compare(trained(), trained(), "--tolerance", "-1", code=2)
 
 

@@ -60,6 +60,9 @@ def test_it_ends_and_is_kept_over_a_resume() -> None:
     again.load_state_dict(test.state_dict())
     assert [finding.key for finding in again.standing()] == ["own-weight:5"]
     assert not follow(again, range(60, 460), 1.0, random)[-1]
+    assert again.scores
+    again.step(make(460, [2.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS), Evidence())
+    assert again.scores == (), "nothing was weighed"
 
 
 def test_health_names_nobody() -> None:
