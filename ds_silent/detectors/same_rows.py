@@ -307,9 +307,10 @@ class SampledRowsTest(Detector):
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return the findings of one step; without ids, or where all rows are known, nothing changes."""
-        if extras.rows_sampled >= 1.0 or extras.duplicates is None or extras.rows_per_rank is None:
+        ranks = record.world_size
+        if ranks < 2 or extras.rows_sampled >= 1.0 or extras.duplicates is None or extras.rows_per_rank is None:
             return []
-        ranks, rows = record.world_size, np.array(extras.rows_per_rank)
+        rows = np.array(extras.rows_per_rank)
         if ranks != self._ranks:
             self._start(ranks)
         found = np.array([a * ranks + b for a, b in extras.duplicates], dtype=np.int64)

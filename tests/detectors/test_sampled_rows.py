@@ -17,6 +17,7 @@ from ds_silent.maths.mixing import mix64
 from ds_silent.measure.evidence import Coverage, Evidence
 from ds_silent.measure.row_tracker import RowsOfStep, RowTracker
 from ds_silent.records import StepRecord
+from tests.support.made_records import make
 
 LOG_STEPS = math.log(4e6)
 
@@ -215,3 +216,8 @@ def test_an_epoch_of_which_a_sample_is_known(own: bool) -> None:
         assert told.coverage.duplicates is not None
         assert abs(told.coverage.duplicates - batch) <= 4 * math.sqrt(batch * 8)
         assert told.coverage.duplicates % 8 == 0
+
+
+def test_one_rank_has_nobody_to_share_rows_with() -> None:
+    sampled = Evidence(rows_sampled=0.5, duplicates={}, rows_per_rank=(4,))
+    assert SampledRowsTest(16.0).step(make(1, [1.0], [1.0], [1.0]), sampled) == []
