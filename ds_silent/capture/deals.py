@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ds_silent.maths.fingerprint import hash_text, short_hash
 from ds_silent.preflight.comparison import PreflightOutcome
@@ -39,6 +46,7 @@ class Deal:
         return -self.order if self.dealt == "own-shard" else self.order
 
 
+_UNSEEDED = ", by a generator that nobody has seeded: each run has this order, whatever its seed"
 _BY_CONTENT = ("Length", "Bucket", "Group", "Curriculum")
 _BY_EPOCH = ("DistributedSampler", "StatefulDistributedSampler", "ResumableSampler")
 """torch's, torchdata's and this project's: a permutation of a seed and an epoch, cut into a share per rank."""
@@ -57,9 +65,19 @@ def deal_of(source: Any, ranks: int) -> Deal:
         found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
         plain = (one for one in samplers if type(one) is RandomSampler and not one.replacement)
         rows = next((length_of(one.data_source) for one in plain), None)
-        return next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows))
+        deal = next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows))
+        return replace(deal, by=f"{deal.by}{_UNSEEDED}") if any(map(_unseeded, samplers)) else deal
     except Exception:  # somebody else's property
         return Deal(by=f"{type(source).__name__}, which cannot be read")
+
+
+def _unseeded(sampler: Any) -> bool:
+    """Tell whether it shuffles by a generator of its own whose seed is the one that torch gives to each new one."""
+    shuffles = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    own = (
+        None if hasattr(sampler, "initial_seed") else getattr(sampler, "generator", None)
+    )  # accelerate's seeds it late
+    return shuffles and own is not None and own.initial_seed() == torch.Generator().initial_seed()
 
 
 def _as_it_likes(name: str) -> Deal:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
@@ -116,6 +116,23 @@ def test_what_a_sampler_says_of_the_deal(make: Any, dealt: str, says: str) -> No
     assert bool(deal.order) == (dealt != "unknown")
     assert (deal.word < 0) == (dealt == "own-shard")
     assert deal.pass_rows == (40 if deal.by.startswith("RandomSampler, which") else None)
+
+
+def test_a_generator_of_its_own_that_nobody_has_seeded_is_said() -> None:
+    """As accelerate 1.5 made one for each loader; what draws from torch's own is seeded with the run."""
+
+    def said(sampler: Any) -> bool:
+        return "nobody has seeded" in deal_of(of_accelerate(sampler), 4).by
+
+    generator = torch.Generator()
+    assert said(RandomSampler(ROWS, generator=generator))
+    torch.randperm(4, generator=generator)
+    assert said(RandomSampler(ROWS, generator=generator)), "in a later pass"
+    assert said(SubsetRandomSampler(range(4), generator=torch.Generator()))
+    assert not said(RandomSampler(ROWS, generator=generator.manual_seed(3)))
+    assert not said(RandomSampler(ROWS))
+    assert not said(seedable())
+    assert "nobody" not in deal_of(DataLoader(ROWS, generator=torch.Generator()), 4).by, "in order"
 
 
 @pytest.mark.parametrize("make", [shares, lambda rank: of_accelerate(seedable(), rank)])
