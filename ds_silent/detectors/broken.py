@@ -253,7 +253,7 @@ def zero_layers(
     )
     key = f"zero-layers:{','.join(map(str, ranks))}"
     severity: Severity = "warning" if extras.dealt == "random" else "info"
-    return Finding(key, "zero-gradient", severity, ranks, where, 0.0, None, message, remedy, since)
+    return Finding(key, "zero-gradient", severity, ranks, where, None, None, message, remedy, since)
 
 
 def _whole_layers(ranks: tuple[int, ...], extras: Evidence) -> str:

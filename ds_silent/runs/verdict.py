@@ -152,7 +152,7 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         whose = f" ({who[0].lower()}{who[1:]})" if who and not everybody else ""
         return f"A hook changes gradients on some ranks alone{whose}"
     elif group.kind == "zero-gradient" and group.where not in ("", "gradient"):
-        one, many = (f"{verb} a gradient of zero in {group.where} alone" for verb in ("has", "have"))
+        one, many = (f"{verb} a gradient of zero in {group.where}" for verb in ("has", "have"))
         if group.where == "parameters":
             one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
         return f"{who} {many if group.total > 1 else one}"
