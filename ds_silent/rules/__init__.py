@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
+from ds_silent.rules.averages import AverageUpdates
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
@@ -17,6 +18,7 @@ from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.outside_model import OutsideModel
 from ds_silent.rules.rates import RateRule
+from ds_silent.rules.recomputation import RecomputedDraws
 from ds_silent.rules.rule import Rule
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
@@ -26,8 +28,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel)
-    of_model = (BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook)
+    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates)
+    of_model = (BatchContents, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     rules += framework.own_rules
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"

@@ -9,6 +9,7 @@ import pytest
 
 from ds_silent.config import SilentConsistencyConfig, parse
 from ds_silent.rules import rules_of
+from ds_silent.rules.averages import AverageUpdates
 from ds_silent.rules.batch import BatchContents
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
@@ -19,11 +20,12 @@ from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.rules.outside_model import OutsideModel
 from ds_silent.rules.rates import RateRule
+from ds_silent.rules.recomputation import RecomputedDraws
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
-OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel]
-ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, GatheredWeights, FirstLook]
+OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates]
+ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),
