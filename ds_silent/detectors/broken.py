@@ -57,14 +57,16 @@ class StaleParameters(Detector):
     """Report parameters that get a gradient on other ranks only, unless the model is conditional.
 
     A mixture of experts trains other parameters on other ranks from step to step. So a finding counts at once only
-    behind ``_HABIT`` steps in which all ranks have trained the same; else it has to come that often in a row.
+    behind ``_HABIT`` steps in which all ranks have trained the same; else the same parameters have to be without a
+    gradient that often in a row.
     """
 
-    stored = ("stale_key", "in_row", "habit", "since", "conditional")
+    stored = ("stale_key", "marks", "in_row", "habit", "since", "conditional")
 
     def __init__(self, alike: bool = True):
         self._alike = alike
         self._stale_key: str | None = None  # of the first finding
+        self._marks: tuple[float, ...] = ()  # and which parameters those are
         self._in_row = self._habit = 0  # findings; steps without one before the first
         self._since = 0  # the first finding's step
         self._conditional = False  # the model trains other parameters on other ranks, in health
@@ -76,10 +78,11 @@ class StaleParameters(Detector):
         if not found and self._stale_key is None:
             self._habit += 1
             return []
+        marks = tuple(evidence.stale_marks[rank] for rank in found[0].ranks) if found and evidence.stale_marks else ()
         if self._stale_key is None:
-            self._stale_key, self._since = found[0].key, record.step
+            self._stale_key, self._marks, self._since = found[0].key, marks, record.step
         counts = self._habit >= _HABIT or self._in_row >= _HABIT
-        if found and found[0].key == self._stale_key:
+        if found and found[0].key == self._stale_key and marks == self._marks:
             self._in_row += 1
             began = f", since step {self._since}." if self._since < record.step else "."
             since = replace(found[0], since=self._since, message=found[0].message.removesuffix(".") + began)
@@ -97,7 +100,7 @@ class ZeroLayers(Detector):
     """
 
     key = "zero_layers"
-    stored = ("trained", "in_row", "told", "conditional")
+    stored = ("trained", "in_row", "told", "conditional", "marks")
 
     def __init__(self, alike: bool = True):
         self._alike = alike
@@ -109,6 +112,7 @@ class ZeroLayers(Detector):
         self._in_row = np.zeros((ranks, columns))  # steps
         self._told = np.zeros((ranks, columns), dtype=bool)
         self._conditional = np.zeros(columns, dtype=bool)
+        self._marks = np.zeros(ranks)  # which parameters it was in the step before
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         untrained = any(evidence.stale_parameters or ())
@@ -120,7 +124,9 @@ class ZeroLayers(Detector):
         if not none.any() and not self._in_row.any():  # nearly always
             self._trained += 1
             return []
-        zero = none & ~none.all(axis=0)
+        zero, marks = none & ~none.all(axis=0), np.array(evidence.zero_marks or (0.0,) * len(none))
+        zero[:, -1] &= (self._in_row[:, -1] == 0) | self._told[:, -1] | (marks == self._marks)  # no other experts
+        self._marks = marks
         self._conditional |= ((self._in_row > 0) & ~zero & ~self._told).any(axis=0)
         self._in_row = np.where(zero, self._in_row + 1, 0)
         needed = np.where(self._trained >= _HABIT, _AGAIN, _HABIT)
@@ -243,8 +249,9 @@ def zero_layers(
     ranks: tuple[int, ...], layers: Sequence[str], since: int, record: StepRecord, extras: Evidence
 ) -> Finding:
     """Make the finding of layers whose gradient is exactly zero on these ranks alone; of none: of parameters."""
-    some = extras.zero_name or f"{max(extras.zero_parameters or (0,))} parameters"
-    where, what = (layers[0], listed(layers, SHOWN_LAYERS, "layers")) if layers else (some, some)
+    where, what = (
+        (layers[0], listed(layers, SHOWN_LAYERS, "layers")) if layers else (extras.zero_names, extras.zero_names)
+    )
     rest = "the other rank" if record.world_size - len(ranks) == 1 else "the other ranks"
     message = f"The gradient of {what} is exactly zero on {named(ranks)} since step {since}, and not on {rest}."
     remedy = (

@@ -251,9 +251,11 @@ class Evidence:
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: frozenset[int] = frozenset()  # ranks
     stale_parameters: tuple[int, ...] | None = None  # trainable, without gradient here, with one on another rank
+    stale_marks: tuple[float, ...] = ()  # which they are, as a hash
     stale_name: str | None = None  # where it is one
     zero_parameters: tuple[int, ...] | None = None  # with a gradient of exactly zero, more than where they are fewest
-    zero_name: str | None = None  # where it is one
+    zero_marks: tuple[float, ...] = ()  # which they are, as a hash
+    zero_names: str = ""  # for people
     reduction: ReductionEvidence | None = None  # of the reduction, the optimizer's input and the replicas
     label_weights: LabelWeights | None = None  # where every rank's loss is one that can be read, and nothing beside it
     undivided: Promise | None = None  # of the mean, although each micro-batch's whole loss is added up

@@ -274,9 +274,12 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         non_finite=non_finite,
         zero_gradient=zero,
         stale_parameters=tuple(missed.long().tolist()),
+        stale_marks=tuple(local.missed_places.tolist()),
         stale_name=_one_more(missed, local.missed_places, context.parameters),
         zero_parameters=tuple(zeros.long().tolist()) if zeros_known else None,
-        zero_name=_one_more(zeros, local.zero_places, context.parameters) if zeros_known else None,
+        zero_marks=tuple(local.zero_places.tolist()),
+        zero_names=_one_more(zeros, local.zero_places, context.parameters)
+        or f"{int(zeros.max())} {'more ' * (float(local.zeros.min()) > 0)}parameters",
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
         micro_batches=tuple(gathered.loss.count.long().tolist()),

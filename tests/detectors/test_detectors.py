@@ -148,6 +148,20 @@ def test_a_layer_that_is_zero_now_and_then_or_everywhere_is_the_models_own() -> 
     assert [event for event in later if event.kind == "zero-gradient"] == [], "it has come and gone before"
 
 
+@pytest.mark.parametrize("kind", ["zero", "stale"])
+def test_other_experts_on_each_rank_are_no_fault_though_the_same_rank_trains_fewer(kind: str) -> None:
+    """As a healthy mixture of experts was told: one rank had more without a gradient at eight steps in a row."""
+
+    def seen(counts: tuple[int, ...], marks: tuple[float, ...]) -> Evidence:
+        return Evidence(dealt="random", **{f"{kind}_parameters": counts, f"{kind}_marks": marks})  # type: ignore[arg-type]
+
+    run = Run()
+    events = [event for step in range(30) for event in run.steps(1, seen((0, 0, 16, 0), (5, 9, 100 + step, 7)))]
+    assert events == []
+    same = Run().steps(8, seen((0, 0, 16, 0), (5, 9, 100, 7)))
+    assert [(event.kind, event.ranks) for event in same] == [("zero-gradient", (2,))]
+
+
 def test_a_zero_layer_is_no_second_finding_where_its_rank_has_no_gradient_at_all_or_none_of_its_parameters() -> None:
     run = Run()
     assert [event.where for event in run.steps(20, replace(ON_RANK_2, layers=zero_in(1).layers))] == ["parameters"]
