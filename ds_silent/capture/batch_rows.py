@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -118,7 +118,7 @@ class RowIds:
         tensors = [tensor for tensor in tensors if tensor.ndim]
         if not self.enabled:
             begins()  # how a loader deals its rows is known without them
-            self.newest = self.dimension.rows(tensors, self.batch_of())
+            self._count(args, kwargs, tensors)
             return
         if (tokens := label_tokens_of(kwargs)) is not None:
             self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
@@ -127,16 +127,28 @@ class RowIds:
             self._told_again()
             return
         self._begins |= begins()
-        self.newest = self.dimension.rows(tensors, self.batch_of())
+        listed = self._count(args, kwargs, tensors)
         self._input_sizes += sizes_of(tensors) if self.is_measured() else []
         if self._given:
             given = self._given.pop(0)
-            if not tensors or len(given) in {self._micro_batch, *(int(tensor.shape[0]) for tensor in tensors)}:
+            if not tensors or len(given) in {
+                self._micro_batch,
+                self.newest,
+                *(int(tensor.shape[0]) for tensor in tensors),
+            }:
                 self._add(given, told=True)
                 return
             self._warn(len(given), self.newest)
         if tensors:
-            self._add(row_hashes(tensors, mask, self.newest), told=False)
+            hashed = [row_hashes([one[None]]) for one in listed or ()]
+            self._add(torch.cat(hashed) if hashed else row_hashes(tensors, mask, self.newest), told=False)
+
+    def _count(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> list[Tensor] | None:
+        """Count the rows of a micro-batch; return them where each is a tensor of its own."""
+        batch = self.batch_of()
+        listed = self.dimension.listed(args, kwargs, batch)
+        self.newest = self.dimension.rows(tensors, batch) if listed is None else len(listed)
+        return listed
 
     def forwarded(self, output: Any) -> None:
         """Look whether a gradient will reach the output of the forward that has ended."""

@@ -62,7 +62,23 @@ class RowDimension:
 
     def __init__(self) -> None:
         self._place: int | None = None  # of the tensor that had as many
+        self._list: int | str | None = None  # of the argument that is a list of them
         self.known = True  # not where an agent sees one vector, beside the batches
+
+    def listed(self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None) -> list[Tensor] | None:
+        """Return the rows of a batch that is a list of one tensor each, such as images of unlike sizes; else None.
+
+        A list of several inputs, each of all rows, may have that length too: its tensors begin with as many.
+        """
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for name, value in named:
+            if not isinstance(value, (list, tuple)) or not all(isinstance(one, Tensor) and one.ndim for one in value):
+                continue
+            is_batch = self._place is None and len(value) == batch and any(len(one) != batch for one in value)
+            if value and (is_batch or name == self._list):
+                self._list, self.known = name, True
+                return list(value)
+        return None
 
     def rows(self, tensors: Sequence[Tensor], batch: int | None) -> int:
         """Return the first dimension of the first tensor that has it of a whole batch, or had; else :func:`rows_of`.

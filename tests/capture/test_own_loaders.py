@@ -265,6 +265,23 @@ def test_a_label_for_each_row_of_a_batch_tells_that_fewer_tensors_hold_them_all(
     assert (counted, told) == (taken, [True, False])
 
 
+def test_a_list_of_one_tensor_for_each_row_is_the_batch() -> None:
+    """As detection takes images: 3 channels were counted as rows, or as many boxes as one image had."""
+    dimension = RowDimension()
+    for length in (2, 2, 1, 2):
+        images = [torch.ones(3, 8 + number, 9) for number in range(length)]
+        targets = [{"boxes": torch.ones(2, 4)}] * length
+        listed = dimension.listed((images, targets), {}, 2)
+        assert listed is not None
+        assert len(listed) == length
+    several = RowDimension()
+    for length in (2, 1):  # two inputs of a batch of two, and of the last
+        inputs = [torch.ones(length, 5), torch.ones(length, 6)]
+        assert several.listed((inputs,), {}, 2) is None
+        assert several.rows(inputs, 2) == length
+    assert RowDimension().listed(([torch.ones(3, 4)] * 2,), {}, None) is None, "nobody knows the batch"
+
+
 @pytest.mark.parametrize("names", [("causal_mask", "tokens"), ("classes", "images")])
 def test_a_constant_beside_the_batch_is_not_its_rows(names: tuple[str, str]) -> None:
     """By the loader where it is known, for the smaller last batch too; else masks come behind."""
