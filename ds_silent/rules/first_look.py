@@ -7,6 +7,8 @@
 * A LoRA adapter is scaled by alpha / r (by alpha / sqrt(r) with rsLoRA), of peft's ``alpha_pattern`` and
   ``rank_pattern`` where one of their names ends that of its module: else a warning.
 * Rotary frequencies (``inv_freq``) are fp32: a note if the model was cast to bf16 or fp16 with them.
+* Adam's second moment can fall: a note where torch keeps it in bf16, as the weights are, and ``beta2`` times a number
+  is rounded back to it.
 * ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
   :func:`watch_loads` sees it, where a whole process is observed.
 """
@@ -201,6 +203,25 @@ def _rounded_frequencies(framework: Framework) -> Breach | None:
     return Breach("frequencies", "weights-mismatch", "info", "inv_freq", message, remedy, framework.step)
 
 
+def _moment_that_stays(framework: Framework) -> Breach | None:
+    for optimizer in framework.optimizers():
+        for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
+            beta, bf16 = number(group["betas"][1]), torch.bfloat16
+            low = any(parameter.dtype == bf16 for parameter in group["params"])
+            if low and beta is not None and 0.0 < 1.0 - beta < torch.finfo(bf16).eps / 4:  # half of the last bit
+                message = (
+                    f"{type(optimizer).__name__} keeps its second moment in bf16, as the weights are: {beta:g} times a "
+                    "bf16 number is rounded back to it. So the moment rises and never falls, and a weight's updates "
+                    "stay as small as its largest gradients made them."
+                )
+                remedy = (
+                    "Do nothing if you know it. Else keep the weights in fp32 (autocast, DeepSpeed's bf16, FSDP2's "
+                    "MixedPrecisionPolicy), or give a second beta of 0.99 or less."
+                )
+                return Breach("moment", "update-mismatch", "info", "bf16 moments", message, remedy, framework.step)
+    return None
+
+
 _vain_loads: WeakKeyDictionary[nn.Module, tuple[str, str, int]] = WeakKeyDictionary()
 """The modules whose last load took nothing: a name in the model, one in the file, and how many the file has."""
 
@@ -242,5 +263,6 @@ _LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (
     _empty_rate,
     _scaled_adapters,
     _rounded_frequencies,
+    _moment_that_stays,
     _vain_load,
 )

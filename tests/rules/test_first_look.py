@@ -192,6 +192,33 @@ def test_what_a_pattern_means_beyond_a_name_is_not_guessed(config: dict[str, Any
     assert found(adapted(4.0, **config)) == []
 
 
+def moment_after(beta: float, dtype: torch.dtype) -> tuple[float, float]:
+    """A weight's second moment behind one gradient, and behind 2,000 of nearly 0 more, by torch's own AdamW.
+
+    The first makes it 1.9 x 2^-9: of the numbers with that exponent one of the largest, which falls most easily.
+    """
+    weight = nn.Parameter(torch.ones(1, dtype=dtype))
+    optimizer, seen = torch.optim.AdamW([weight], lr=1e-4, betas=(0.9, beta)), []
+    for size in ((1.9 * 2.0**-9 / (1.0 - beta)) ** 0.5, *[0.01] * 2000):
+        weight.grad = torch.full_like(weight, size)
+        optimizer.step()
+        seen.append(float(optimizer.state[weight]["exp_avg_sq"]))
+    return seen[0], seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("beta", "dtype", "stays"),
+    [(0.999, torch.bfloat16, True), (0.9975, torch.bfloat16, False), (0.99, torch.bfloat16, False)]
+    + [(0.999, torch.float32, False), (0.999, torch.float16, False)],
+)
+def test_a_second_moment_that_cannot_fall(beta: float, dtype: torch.dtype, stays: bool) -> None:
+    first, last = moment_after(beta, dtype)
+    assert (first == last) == stays
+    model = nn.Linear(2, 2).to(dtype)
+    optimizer = [{"params": list(model.parameters()), "betas": (0.9, beta)}]
+    assert ["keeps its second moment in bf16" in message for _, message in found(model, optimizer)] == [True] * stays
+
+
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, "0.004 of itself"), (torch.float16, "0.0005 of itself")])
 def test_rotary_frequencies_that_were_cast_with_the_model(dtype: torch.dtype, error: str) -> None:
     model = model_of("llama")
