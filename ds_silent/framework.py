@@ -93,7 +93,7 @@ class StepCounts:
     skipped: bool = False  # the optimizer left that step out, for infinities
     left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
     partly: bool = False  # some of its optimizers stepped, others did not
-    scaled: bool = False  # a GradScaler has multiplied the loss of its newest backward
+    scaled: bool | None = None  # a GradScaler has multiplied the loss of its newest backward; None: nobody looks
     unreduced: bool = False  # micro-batches of the step under way have come, and nothing has reduced them
     cleared: int = 0  # times that the script cleared gradients of the step under way, which nothing had reduced yet
     rows_of_step: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this rank: of the data, and of its forwards

@@ -9,6 +9,8 @@
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
   gradients that are applied are too large by the scale. Silent: ``unscale_`` before it, and a script that asks for the
   scale, because it may divide by it itself.
+* A forward in fp16 (``autocast``), and a loss that nothing scales: the smallest gradients are 0. A note, since a script
+  may scale by itself; of loops alone: DeepSpeed and Megatron scale by their own settings.
 """
 
 from __future__ import annotations
@@ -158,12 +160,14 @@ class EmptyStep(_WrongSteps):
 
 
 class ScaledStep(_WrongSteps):
-    """Follow the steps that apply gradients of a scaled loss as they are."""
+    """Follow the steps that apply gradients of a scaled loss as they are, and those of fp16 losses without a scale."""
 
     def __init__(self, framework: Framework):
         super().__init__(framework)
         self._unscaled: set[int] = set()  # ids of the optimizers whose next step is right
         self._inside = self._by_hand = False  # of GradScaler.step; the script has asked for the scale
+        self._half = False  # the newest training forward began in fp16
+        self._bare = self._bare_since = 0  # steps of such forwards in a row without a scale; the first
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each of a GradScaler's calls, and at each step."""
@@ -186,14 +190,36 @@ class ScaledStep(_WrongSteps):
 
         for name, call in (("unscale_", unscale), ("step", step), ("get_scale", asked)):
             patches.wrap_method(scaler, name, call)
+        patches.hook(self._framework.module.register_forward_pre_hook, partial(safely, self._forward))
         super().connect(patches, safely)
 
+    def _forward(self, module: Any, args: Any) -> None:
+        first = next(iter(self._framework.parameters), None)
+        if first is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            kind = first.device.type
+            self._half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        right = self._inside or self._by_hand or id(optimizer) in self._unscaled or not self._framework.counts.scaled
+        scaled = self._framework.counts.scaled
+        right = self._inside or self._by_hand or id(optimizer) in self._unscaled or not scaled
         self._unscaled.discard(id(optimizer))
         self._count(not right)
+        bare = self._half and scaled is False and not (self._inside or self._by_hand)
+        self._bare = self._bare + 1 if bare else 0
+        if self._bare == 1:
+            self._bare_since = self._framework.step
 
     def breaches(self) -> tuple[Breach, ...]:
+        if self._bare >= self._by_all:
+            message = (
+                f"The forward runs in fp16 (autocast) and nothing scales the loss, since step {self._bare_since}: "
+                "a gradient below 3e-8 is 0 in fp16."
+            )
+            remedy = (
+                "Use torch.amp.GradScaler, or autocast to bfloat16, which needs none. Do nothing if the script "
+                "multiplies its loss by a scale of its own."
+            )
+            return (Breach("bare", "update-mismatch", "info", "GradScaler", message, remedy, self._bare_since),)
         if self._times < _TIMES:
             return ()
         message = (

@@ -111,7 +111,8 @@ def _train(directory: str, kind: str) -> None:
     limit = 0.0 if "to 0" in kind else math.inf if "infinity" in kind else 100.0 if "nothing to clip" in kind else 0.01
     loss_of = LOSSES.get(kind, functional.cross_entropy)
     torch.manual_seed(1 + dist.get_rank())
-    casts = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled="uncached" not in kind)
+    dtype = torch.float16 if "fp16" in kind else torch.bfloat16
+    casts = partial(torch.autocast, "cpu", dtype, cache_enabled="uncached" not in kind)
     around, within = (
         casts() if f"autocast {where}" in kind else contextlib.nullcontext() for where in ("around", "within")
     )
@@ -159,6 +160,8 @@ TOLD = {
     "autocast around the loop": (4, "warning", "autocast"),
     "cleared between": (4, "error", "zero_grad"),
     "scaled, stepped past the scaler": (3, "warning", "GradScaler"),
+    "fp16 autocast within": (3, "info", "GradScaler"),
+    "fp16 autocast within, scaled, disabled": (3, "info", "GradScaler"),
     "rate of 0": (12, "info", "learning rate"),
     "linear schedule over": (14, "warning", "learning rate"),
     "cosine schedule over": (14, "warning", "learning rate"),
@@ -183,6 +186,8 @@ MEANT = (
     "clipped within an accumulation, to infinity",
     "autocast around, uncached",
     "autocast within",
+    "fp16 autocast within, scaled, by the scaler",
+    "fp16 autocast within, scaled, by hand",
     "nothing to clip behind",
     "scaled, unscaled, by the scaler",
     "scaled, by the scaler",
