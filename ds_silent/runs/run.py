@@ -176,7 +176,11 @@ class RunRecords:
     def data(self) -> str:
         """How the rows are dealt to the ranks, in a few words; "" where an older run does not say."""
         dealt, by = (text(of(self.facts, "data", key), 200) for key in ("dealt", "by"))
-        return DataDealt(dealt, by).sentence if dealt and by else ""  # type: ignore[arg-type]  # a later version's
+        if not (dealt and by):
+            return ""
+        same = any((one.kind, one.severity) == ("duplicate-data", "error") for one in self.events.groups())
+        said = DataDealt(dealt, by).sentence  # type: ignore[arg-type]  # a later version's
+        return f"{said}, but several ranks took the same rows" if same else said
 
     @property
     def problems(self) -> list[str]:
