@@ -178,9 +178,13 @@ class RunRecords:
         dealt, by = (text(of(self.facts, "data", key), 200) for key in ("dealt", "by"))
         if not (dealt and by):
             return ""
-        same = any((one.kind, one.severity) == ("duplicate-data", "error") for one in self.events.groups())
         said = DataDealt(dealt, by).sentence  # type: ignore[arg-type]  # a later version's
-        return f"{said}, but several ranks took the same rows" if same else said
+        return f"{said}, but several ranks took the same rows" if self.same_rows else said
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether several ranks did the same work at some steps: the noise between the ranks is too small there."""
+        return any((one.kind, one.severity) == ("duplicate-data", "error") for one in self.events.groups())
 
     @property
     def problems(self) -> list[str]:
