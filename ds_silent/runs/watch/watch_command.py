@@ -155,8 +155,9 @@ def lines_of(view: Snapshot, now: float) -> list[str]:
     if len(view.rows) > SHOWN_ROWS:
         lines.append(f"and {len(view.rows) - SHOWN_ROWS} ranks that depart less")
     for event in view.events[-SHOWN_EVENTS:]:
-        who = f"  {event.who}" if event.who else ""
-        lines.append(f"step {event.step}  {event.severity.upper()}  {event.kind}{who}: {event.message}")
+        place = [part for part in (event.who, event.where and f"at {event.where}") if part]
+        head = "  ".join([f"step {event.step}", event.severity.upper(), event.kind, *place])
+        lines.append(f"{head}: {event.message} {event.remedy}".rstrip())
     return lines
 
 

@@ -212,6 +212,9 @@ def test_the_text_and_the_json(tmp_path: Path) -> None:
     lines = watch(tmp_path, "--once").stdout.splitlines()
     assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
     assert lines[2].startswith("step 80, 80 measured here, 4 ranks, written ")
+    found = EVENTS[0]
+    assert lines[-2] == f"step 44  WARNING  outlier-rank  rank 2  at {found.where}: {found.message} {found.remedy}"
+    assert told["events"]["last"][0]["where"] == found.where
     ranks = [line.split()[1] for line in lines if line.startswith("rank ")]
     assert ranks[0] == "2"
     assert sorted(ranks) == ["0", "1", "2", "3"]
