@@ -184,6 +184,26 @@ def test_no_records(tmp_path: Path) -> None:
     assert watch(tmp_path / "none", "--json").exit_code == NOTHING
 
 
+def test_of_a_directory_above_several_runs_the_runs_are_named(tmp_path: Path) -> None:
+    """It said that there were no records yet."""
+    for name, when in {"b": "2026-01-02T00:00:00+00:00", "a": None, "old one": "2026-01-01T00:00:00+00:00"}.items():
+        write(tmp_path / name, RECORDS[:3])
+        if when is not None:
+            (tmp_path / name / "run.json").write_text(json.dumps({"version": 1, "started": when}))
+    result = watch(tmp_path, "--once")
+    named = ", ".join(repr(str(tmp_path / name)) for name in ("a", "b", "old one"))
+    assert (result.exit_code, result.stdout) == (NOTHING, "")
+    assert result.stderr == (
+        f"ds-silent: {str(tmp_path)!r} holds no records itself, but 3 runs below: {named}; "
+        f"the newest: ds-silent watch {tmp_path / 'b'}\n"
+    )
+    assert json.loads(watch(tmp_path, "--json").stdout)["exit_status"] == NOTHING
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name)
+    said, left = watch(tmp_path, "--once").stderr, str(tmp_path / "old one")
+    assert said.endswith(f"but one run below: {left!r}; ds-silent watch '{left}'\n")
+
+
 def test_a_stale_run(tmp_path: Path) -> None:
     write(tmp_path, RECORDS, EVENTS)
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
