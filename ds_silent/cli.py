@@ -14,6 +14,8 @@ A mistake is one sentence on standard error and exit status 2.
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import typer
@@ -344,3 +346,8 @@ def bisect(
 
     given = list(filter(None, (version.strip() for version in (versions or "").split(","))))
     raise typer.Exit(bisect_command(package, command, good, bad, given, directory, tolerance, json_path))
+
+
+_entries: list[Any] = [app.registered_callback, *app.registered_commands]
+for _entry in _entries:  # within a paragraph the terminal breaks the lines, at its own width
+    _entry.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(_entry.callback.__doc__))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,16 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ds_config: Any, sentence: str
     (line,) = result.stderr.splitlines()
     assert line.startswith("ds-silent: ")
     assert sentence in line
+
+
+@pytest.mark.parametrize("command", [[], ["drill"], ["numerics"], ["compare"], ["bisect"]])
+def test_the_help_is_broken_at_the_edge_alone(command: list[str]) -> None:
+    """Lines of the source that were longer than the terminal left single words on lines of their own."""
+    said = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "70", "TERMINAL_WIDTH": "70"}).stdout
+    lines = [line.strip() for line in said.partition("╭")[0].splitlines()]
+    for line, after in pairwise(lines):
+        if line and after:
+            assert len(line) + 1 + len(after.split()[0]) > 68, (line, after)
 
 
 def test_a_missing_comma_is_said(tmp_path: Path) -> None:
