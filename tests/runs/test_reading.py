@@ -426,6 +426,7 @@ def test_facts_hold_no_address_of_an_alert() -> None:
     assert facts["version"] == 1
     assert facts["block"]["integrity"]["replica_interval"] == 100
     assert facts["training"] == {"ZeRO stage": 1}
+    assert facts["block"]["alerts"] == []  # and not "0 left out"
 
     class WithAlerts(SilentConsistencyConfig):
         alerts: list[dict[str, str]] = [{"to": "https://hooks.example/T0/secret"}]  # noqa: RUF012
