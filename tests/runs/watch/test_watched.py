@@ -241,6 +241,13 @@ def test_the_text_and_the_json(tmp_path: Path) -> None:
     assert lines[-1] == "status: warning"
 
 
+@pytest.mark.parametrize(("high", "said"), [(0.041, "cosine: 0.041"), (0.091, "cosine: 0.041 [0.041, 0.091]")])
+def test_the_one_cosine_of_two_ranks_is_said_once(high: float, said: str, tmp_path: Path) -> None:
+    direction = replace(RECORDS[0].direction, mean_cosine=0.041, min_cosine=0.041, max_cosine=high)
+    write(tmp_path, [replace(RECORDS[0], direction=direction)])
+    assert said in watch(tmp_path, "--once").stdout.splitlines()
+
+
 def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = watch(tmp_path / "file", "--once")
