@@ -14,6 +14,8 @@ A mistake is one sentence on standard error and exit status 2.
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import typer
@@ -50,7 +52,7 @@ def check(
         "DeepSpeed configurations, or files with the block alone: JSON, or DeepSpeed's base64 form.", "DS_CONFIG..."
     ),
     world_size: int | None = _option(
-        "Data-parallel ranks to reckon with; default: 8, or what the batch sizes say.", "N", min=1, max=2**31 - 1
+        "Data-parallel ranks to reckon with; default: what the batch sizes say, else 8.", "N", min=1, max=2**31 - 1
     ),
     parameters: int | None = _option("Trainable parameters of the model, for the exact method.", "N", min=1),
 ) -> None:
@@ -63,19 +65,20 @@ def check(
     # Inside the command, because they import torch: `ds-silent --help` need not wait for that.
     from ds_silent.commands.forecast import forecast_lines
     from ds_silent.config import ConfigError, parse
-    from ds_silent.config.block_file import load_ds_config, under_its_name
+    from ds_silent.config.block_file import load_ds_config, no_plain_json, under_its_name
     from ds_silent.distributed.places import read_groups
     from ds_silent.extras import installed, missing_sentence
-    from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, refuse_broken
+    from ds_silent.frameworks.deepspeed.own_config import left_to_fill_in, ranks_known_from, refuse_broken
     from ds_silent.frameworks.deepspeed.refusals import refuse_unsupported_config
     from ds_silent.observing.start import refuse_too_few_ranks, refuse_too_many_ranks, refuse_unusable_directory
 
-    refused = 0
+    refused, of_deepspeed = 0, False
     for number, source in enumerate(ds_config):
         if len(ds_config) > 1:
             typer.echo(f"{chr(10) * (number > 0)}{source!a}")
         try:
-            loaded = under_its_name(load_ds_config(source))
+            held = load_ds_config(source)
+            loaded = under_its_name(held)
             config = parse(loaded)
             if config is not None:
                 refuse_unsupported_config(loaded, config)
@@ -86,16 +89,21 @@ def check(
                 refuse_too_many_ranks(config, ranks)
                 refuse_unusable_directory(config)
         except ConfigError as error:
-            refused = mistake(error)
+            refused, of_deepspeed = mistake(error), True
             continue
+        alone = loaded is not held
+        of_deepspeed |= not alone
         if config is None:
             typer.echo('silent_consistency: off (no block, or "enabled": false); the training runs as without it')
-            continue
-        for line in forecast_lines(config, loaded, ranks, parameters):
-            typer.echo(line)
-        for note in left_to_fill_in(loaded):
-            typer.echo(f"  {note}")
-    if not installed("deepspeed"):
+        else:
+            known = "" if world_size else ranks_known_from(loaded)
+            for line in forecast_lines(config, loaded, ranks, parameters, known=known, alone=alone):
+                typer.echo(line)
+            for note in [] if alone else left_to_fill_in(loaded):
+                typer.echo(f"  {note}")
+        if why := no_plain_json(source):
+            typer.echo(f"  plain JSON  no: {why}; ds_silent and DeepSpeed read it, transformers' Trainer does not")
+    if of_deepspeed and not installed("deepspeed"):
         note = missing_sentence("the check of DeepSpeed's own keys", ["deepspeed"], "deepspeed")
         typer.echo(f"ds-silent: {note}", err=True)
     raise typer.Exit(refused)
@@ -338,3 +346,8 @@ def bisect(
 
     given = list(filter(None, (version.strip() for version in (versions or "").split(","))))
     raise typer.Exit(bisect_command(package, command, good, bad, given, directory, tolerance, json_path))
+
+
+_entries: list[Any] = [app.registered_callback, *app.registered_commands]
+for _entry in _entries:  # within a paragraph the terminal breaks the lines, at its own width
+    _entry.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(_entry.callback.__doc__))

@@ -7,6 +7,7 @@ Of samplers are read the names of torch's and of accelerate's shards.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Deal:
 
 _UNSEEDED = ", by a generator that nobody has seeded: each run has this order, whatever its seed"
 _BY_CONTENT = ("Length", "Bucket", "Group", "Curriculum")
+_SHARES = re.compile(r"sampler(:|'s share)")  # how the preflight's items begin that a wrong share is seen in
 _BY_EPOCH = ("DistributedSampler", "StatefulDistributedSampler", "ResumableSampler")
 """torch's, torchdata's and this project's: a permutation of a seed and an epoch, cut into a share per rank."""
 
@@ -65,8 +67,9 @@ def deal_of(source: Any, ranks: int) -> Deal:
         found = (deal for one in samplers if (deal := _deal(one, samplers, ranks)) is not None)
         plain = (one for one in samplers if type(one) is RandomSampler and not one.replacement)
         rows = next((length_of(one.data_source) for one in plain), None)
-        deal = next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows))
-        return replace(deal, by=f"{deal.by}{_UNSEEDED}") if any(map(_unseeded, samplers)) else deal
+        deal, own = next(found, replace(_as_it_likes(_called(samplers)), pass_rows=rows)), _own_batches(samplers)
+        batches = "" if own in deal.by else f", in batches of {own}"
+        return replace(deal, by=f"{deal.by}{batches}{_UNSEEDED * any(map(_unseeded, samplers))}")
     except Exception:  # somebody else's property
         return Deal(by=f"{type(source).__name__}, which cannot be read")
 
@@ -93,14 +96,25 @@ def dealt_by_all(outcome: PreflightOutcome, deal: Deal) -> DataDealt:
     """Return what the preflight has found out, from this rank's deal and whether the others' are the same."""
     if any(one.item.name == "how rows are dealt" and not one.agrees for one in outcome.items):
         return DataDealt("unknown", "the ranks' samplers are not the same")
+    if deal.dealt != "unknown" and any(_SHARES.match(one.item.name) for one in outcome.wrong):
+        return DataDealt("unknown", f"{deal.by}, but not one share for each rank")
     return DataDealt(deal.dealt, deal.by)
 
 
 _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # torch's own, of a DataLoader
 
 
+def _own_batches(samplers: list[Any]) -> str:
+    """Name the batch sampler where its class is neither torch's nor accelerate's: it chooses among the rows dealt."""
+    batches = getattr(samplers[0], "_index_sampler", getattr(samplers[0], "batch_sampler", None))
+    own = batches is not None and type(batches).__module__.partition(".")[0] not in ("torch", "accelerate")
+    return type(batches).__name__ if own else ""
+
+
 def _called(samplers: list[Any]) -> str:
     """Name the sampler that decides, as far as one is there, else the loader."""
+    if own := _own_batches(samplers):
+        return own
     known = [type(one).__name__ for one in samplers if "Sampler" in type(one).__name__]
     inner = [name for name in known if name not in ("BatchSampler", "_InfiniteConstantSampler")]
     first = type(samplers[0]).__name__

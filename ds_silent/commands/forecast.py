@@ -23,17 +23,36 @@ from ds_silent.trace.form import TOGETHER, line_bytes
 _MANY_LAYERS = 128
 
 
+_OF_DS_CONFIG = (
+    "by ds_silent.initialize, ds_silent.attach(engine), or deepspeed --module ds_silent train.py; DeepSpeed alone "
+    "reads past the block without a word"
+)
+_OF_FILE = (
+    "by ds_silent.observe(model, optimizer, config=FILE), or python -m ds_silent --silent-consistency-config FILE "
+    'train.py; in a ds_config the block stands under "silent_consistency"'
+)
+
+
 def forecast_lines(
-    config: SilentConsistencyConfig, ds_config: Mapping[str, Any], world_size: int, parameters: int | None = None
+    config: SilentConsistencyConfig,
+    ds_config: Mapping[str, Any],
+    world_size: int,
+    parameters: int | None = None,
+    *,
+    known: str = "",
+    alone: bool = False,
 ) -> Iterator[str]:
-    """What the observer will do under ``config``, a line each; ``parameters``: trainable ones, where they are known."""
+    """What the observer will do under ``config``, a line each.
+
+    Args:
+        parameters: trainable ones, where they are known.
+        known: from where the number of ranks is known, if nobody has given it.
+        alone: the file holds the block and nothing of DeepSpeed's.
+    """
     direction = config.direction
     steps = "every optimizer step" if config.interval == 1 else f"every {config.interval} optimizer steps"
-    yield f"silent_consistency: on, measures {steps} over {world_size} ranks"
-    yield (
-        "  read        by ds_silent.initialize, ds_silent.attach(engine), or deepspeed --module ds_silent train.py; "
-        "DeepSpeed alone reads past the block without a word"
-    )
+    yield f"silent_consistency: on, measures {steps} over {world_size} ranks{known and f' ({known})'}"
+    yield f"  read        {_OF_FILE if alone else _OF_DS_CONFIG}"
     if config.preflight:
         yield "  preflight   before step 1: weights, generators, sampler, hyper-parameters, configuration, versions"
     yield "  measures    loss and gradient norm of each rank, norm of the aggregated gradient, noise scale"
@@ -113,7 +132,8 @@ def _integrity_lines(config: SilentConsistencyConfig, ds_config: Mapping[str, An
             yield f"  place       the layer where it went wrong; for each layer {table} are kept and {sent} sent"
     if config.integrity.replica_interval:
         steps = config.integrity.replica_interval
-        yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; not under ZeRO stage 3"
+        parts = "not under ZeRO stage 3 or FSDP2"
+        yield f"  replicas    bits compared every {steps} optimizer steps and after checkpoints; {parts}"
 
 
 def _response_lines(

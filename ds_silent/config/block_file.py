@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import os
 import re
 from collections import Counter
@@ -39,22 +40,36 @@ def load_ds_config(config: str | Path | Mapping[str, Any], called: str = "ds_con
     """
     if isinstance(config, Mapping):
         return dict(config)
+    return _read_object(_text_of(config, called), name_of(config, called))
+
+
+def no_plain_json(config: str | Path) -> str:
+    """Say why what :func:`load_ds_config` has read is no plain JSON, "" where it is: Hjson wants no commas."""
+    try:
+        json.loads(_text_of(config, "ds_config"))
+    except json.JSONDecodeError as error:
+        comma = error.msg.startswith("Expecting ',' delimiter")
+        what = "a comma is missing before" if comma else f"{error.msg[:1].lower()}{error.msg[1:]} at"
+        return f"{what} line {error.lineno}, column {error.colno}"
+    return ""
+
+
+def _text_of(config: object, called: str) -> str:
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"a {called} must be a dict or the path of a JSON file, got {shown(config)}")
     if not os.path.exists(config):
         text = _from_base64(os.fspath(config))
         if text is None:
             raise ConfigError(f"there is no {called} file {shown(os.fspath(config), LONGEST_PATH)}; check the path")
-        return _read_object(text, name_of(config, called))
+        return text
     name = name_of(config, called)
     try:
-        text = Path(config).read_text(encoding="utf-8")
+        return Path(config).read_text(encoding="utf-8")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError(f"{name} cannot be read ({reason}); give the path of a JSON file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not text in UTF-8; give the path of a JSON file") from None
-    return _read_object(text, name)
 
 
 def under_its_name(held: Mapping[str, Any]) -> Mapping[str, Any]:

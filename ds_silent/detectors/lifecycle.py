@@ -14,6 +14,7 @@ accused, one about the same layers does, as while a gradient that nobody clears 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -127,6 +128,14 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
     return set(finding.ranks) <= set(fault.ranks) if finding.ranks else not fault.ranks
 
 
+def _not_before(finding: Finding, since: int) -> Finding:
+    """Return a consequence as one that began with its cause at the earliest: a statistic knows only about when."""
+    if finding.log_excess is None or finding.since >= since:
+        return finding
+    message = re.sub(rf"since (about )?step {finding.since}\b", f"since step {since}", finding.message)
+    return replace(finding, message=message, since=since)
+
+
 def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
     """Return what follows from a setting that differs.
 
@@ -191,6 +200,7 @@ class Episodes:
             if episode is None:
                 causes = [(name, fault) for name, fault in self._open() if _explains(name, fault, finding, step)]
                 name, cause = min(causes, key=lambda one: one[1].since, default=(None, None))
+                finding = finding if cause is None else _not_before(finding, cause.since)
                 self._active[key] = OpenFault.of(finding, step, name)
                 event = self._event(step, finding, "") if cause is None else self._follows(step, finding, cause)
                 events.append(self._explanation(event))
@@ -203,7 +213,8 @@ class Episodes:
                 events.append(self._event(step, finding, ""))
             elif episode.age >= episode.next_reminder and finding.severity != "info":
                 episode.next_reminder *= 2
-                same = replace(finding, where=episode.where)  # of the replicas, more tensors differ by and by
+                same = finding if episode.cause is None else _not_before(finding, episode.since)
+                same = replace(same, where=episode.where)  # of the replicas, more tensors differ by and by
                 reminder = self._event(step, same, f"Still, since step {episode.since}: ", "ongoing")
                 is_open = episode.cause in {name for name, _ in self._open()}
                 events.append(replace(reminder, severity="info") if is_open else reminder)

@@ -350,8 +350,8 @@ class SampledRowsTest(Detector):
         def said(inside: list[Pair]) -> tuple[float, str]:
             share, rows = max(told[pair] for pair in inside)
             return share, (
-                f"about {share:.0%} of the rows of a rank are the same rows ({rows} shared rows were seen, of a sample "
-                f"of one row in {one_in})"
+                f"about {share:.0%} of the rows that a rank takes are another's too ({rows} shared rows were seen, of "
+                f"a sample of one row in {one_in})"
             )
 
         return shared_findings(record, pairs, said)
@@ -383,8 +383,10 @@ def by_ids(record: StepRecord, extras: Evidence, pairs: Collection[Pair]) -> lis
     counts = extras.duplicates or {}
 
     def said(inside: list[Pair]) -> tuple[float, str]:
-        shared = max(counts[pair] for pair in inside)
+        least, shared = (extreme(counts[pair] for pair in inside) for extreme in (min, max))
         smallest = min(min((extras.rows_per_rank or ())[r] for r in pair) for pair in inside)
-        return shared / smallest, f"up to {shared} of the {smallest} rows of a rank are the same rows in this step"
+        many = f"all {smallest}" if shared >= smallest else f"{shared} of the {smallest}"
+        up_to = "up to " * (least < shared)
+        return shared / smallest, f"{up_to}{many} rows that a rank takes in this step are another's too"
 
     return shared_findings(record, pairs, said)

@@ -216,7 +216,7 @@ def parameter_facts(module: nn.Module, numel_of: Callable[[Tensor], int] = Tenso
     listed = hashlib.sha256(repr([(name, numel_of(p)) for name, p in named]).encode()).hexdigest()[:8]
     return {
         "the dtypes of the trainable parameters": sorted({str(p.dtype) for _, p in named}),
-        "the list of trainable parameters": f"{len(named)} [{listed}]",
+        start.LIST_OF_TRAINABLE: f"{len(named)} [{listed}]",
     }
 
 

@@ -129,8 +129,8 @@ class RunDirectory:
         if not self._undecided:
             return self.directory
         return (
-            f"{self.directory}, which holds another run's records: they go on there if its checkpoint is loaded before "
-            "the first step, else in a new directory below it"
+            f"a new directory below {self.directory}, which holds an earlier run; they go on in {self.directory} "
+            "itself only if that run's checkpoint is loaded before the first step"
         )
 
     def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:

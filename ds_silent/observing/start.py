@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import BLOCK, WRITERS_ALONE, ConfigError, SilentConsistencyConfig, WriterError
-from ds_silent.distributed.agreement import Statement, Verdict, agree, flat
+from ds_silent.distributed.agreement import SHOWN_VALUES, Statement, Verdict, agree, flat
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.exchange.collectives import largest
 from ds_silent.exchange.layout import layout_of
@@ -124,6 +124,8 @@ def placed(config: SilentConsistencyConfig, label: str) -> SilentConsistencyConf
 
 Facts = Callable[[], dict[str, Any]]
 """What the ranks' collectives follow from, by the names that a person would look for; JSON values."""
+LIST_OF_TRAINABLE = "the list of trainable parameters"
+_PARAMETER = "parameter "
 _WRITERS_OWN = ("output_dir", "tensorboard")  # only the rank that writes looks at them
 
 
@@ -204,7 +206,29 @@ def agree_on_layout(
     if capture is None or verdict.refused or verdict.missing:
         _refuse(verdict, group, refusal, f"give every rank the same model and {words.config}")
     assert capture is not None
+    if LIST_OF_TRAINABLE in verdict.sentence:
+        verdict = _by_parameter(verdict, group, dict(facts()), words, capture.framework.module)
     return capture, _unlike(verdict, capture.step)
+
+
+def _by_parameter(
+    verdict: Verdict, group: dist.ProcessGroup, values: dict[str, Any], words: Words, module: nn.Module
+) -> Verdict:
+    """Ask again by parameters where their lists differ; return what was known where that names none.
+
+    All ranks know that they differ, so all come.
+    """
+    values.pop(LIST_OF_TRAINABLE, None)
+    for name, one in module.named_parameters():
+        shape = "x".join(map(str, getattr(one, "ds_shape", one.shape)))  # DeepSpeed's of what ZeRO-3 holds in parts
+        values[f"{_PARAMETER}{name}"] = f"{'trainable' if one.requires_grad else 'frozen'}, {shape}"
+    found = agree(group, "parameters", Statement(True, values=values, version=VERSION), words)
+    if found.sentence is None or found.missing:
+        return verdict
+    first, *rest = f"; {found.sentence}".split(f"; {_PARAMETER}")
+    more = [f"and {len(rest) - SHOWN_VALUES} more parameters differ"] if len(rest) > SHOWN_VALUES else []
+    named = [first.removeprefix("; "), *(f"{_PARAMETER}{one}" for one in rest[:SHOWN_VALUES]), *more]
+    return replace(found, sentence="; ".join(part for part in named if part))
 
 
 def first_step(capture: StepCapture) -> int:
@@ -232,7 +256,7 @@ def _refuse(verdict: Verdict, group: dist.ProcessGroup, mine: ConfigError | None
 def _unlike(verdict: Verdict, step: int) -> Event:
     named = f" ({ranks_of(verdict.odd)} unlike the others)" if verdict.odd else ""
     message = f"Nothing is observed, because the ranks would not send the same{named}: {verdict.sentence}."
-    remedy = "The training goes on as it is without ds_silent; start every rank with the same configuration."
+    remedy = "The training goes on as it is without ds_silent; start every rank with the same model and configuration."
     return Event(step, "observer-off", "error", verdict.odd, "start", None, None, message, remedy)
 
 

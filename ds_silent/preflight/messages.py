@@ -158,10 +158,8 @@ def verdict(one: ItemOutcome) -> str:
 
 
 _PLAIN = {
-    "equal": "the same on all ranks",
+    **dict.fromkeys(("passed", "equal", "each rank its own", "different"), "as expected"),
     "equal, better different": "the same on all ranks, where different ones are usual",
-    "each rank its own": "different on each rank as expected",
-    "different": "different between ranks as usual",
     "free": "different between ranks, which is allowed",
 }
 """What the table says of several items that are as expected, by :func:`verdict`."""

@@ -50,6 +50,7 @@ class EventLine:
     who: str  # "rank 2", "ranks 0, 3", ""
     message: str
     remedy: str = ""
+    where: str = ""
 
 
 @dataclass
@@ -177,7 +178,7 @@ class EventLog:
         message, where, named = text(line.get("message")), text(line.get("where"), 500), ranks(line.get("ranks"))
         total = whole(line.get("ranks_total")) or len(named)
         who = f"{total:,} ranks" if total > SHOWN_RANKS else ranks_of(named) if named else ""
-        listed = EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy")))
+        listed = EventLine(step, text(line.get("severity"), 10), kind, who, message, text(line.get("remedy")), where)
         if step > self._latest or listed not in self.recent:
             self.recent.append(listed)
         self._latest = max(self._latest, step)

@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -176,7 +176,15 @@ class RunRecords:
     def data(self) -> str:
         """How the rows are dealt to the ranks, in a few words; "" where an older run does not say."""
         dealt, by = (text(of(self.facts, "data", key), 200) for key in ("dealt", "by"))
-        return DataDealt(dealt, by).sentence if dealt and by else ""  # type: ignore[arg-type]  # a later version's
+        if not (dealt and by):
+            return ""
+        said = DataDealt(dealt, by).sentence  # type: ignore[arg-type]  # a later version's
+        return f"{said}, but several ranks took the same rows" if self.same_rows else said
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether several ranks did the same work at some steps: the noise between the ranks is too small there."""
+        return any((one.kind, one.severity) == ("duplicate-data", "error") for one in self.events.groups())
 
     @property
     def problems(self) -> list[str]:
@@ -364,10 +372,15 @@ def find_runs(directory: str | Path) -> list[Path]:
 
 
 def newest_run(base: Path) -> Path:
-    """Return the directory of the run that has begun last of those below ``base``; ``base`` where there are none."""
-    facts = {number: _object(run_directory(base, number) / "run.json")[0] for number in runs_of(base)}
-    began = {number: str(found.get("started", "")) for number, found in facts.items()}
-    return run_directory(base, max(began, key=lambda number: (began[number], number), default=1))
+    """Return the directory of the run that has begun last of those of ``base``; ``base`` where there are none."""
+    runs = [run_directory(base, number) for number in runs_of(base)]
+    return newest_of(runs) if runs else base
+
+
+def newest_of(runs: Sequence[Path]) -> Path:
+    """Return the run that has begun last; the last of those that do not say when."""
+    began = [str(_object(one / "run.json")[0].get("started", "")) for one in runs]
+    return max(zip(began, range(len(runs)), runs, strict=True))[2]
 
 
 def _no_directory(directory: str | Path) -> ReadingError:

@@ -69,11 +69,13 @@ def step_line(record: StepRecord, name: str = "[ds_silent]") -> str:
         parts.append(f"|g| {_number(norm.mean)} ± {_number(norm.std)} (cv {_number(norm.cv)})")
     if direction.mean_cosine is not None:
         bounds = ""
-        if direction.min_cosine is not None and direction.max_cosine is not None:
-            bounds = f" [{direction.min_cosine:.3f}, {direction.max_cosine:.3f}]"
+        low, high = direction.min_cosine, direction.max_cosine
+        if low is not None and high is not None and record.world_size > 2:  # two ranks have one cosine
+            bounds = f" [{low:.3f}, {high:.3f}]"
         parts.append(f"cos {direction.mean_cosine:.3f}{bounds}")
     if record.noise_scale is not None:
-        parts.append(f"B_noise {_number(record.noise_scale)}")
+        hidden = record.noise_scale < 0.0  # this step's noise hides the signal
+        parts.append(f"B_noise {'n/a' if hidden else _number(record.noise_scale)}")
     return "  ".join(parts)
 
 

@@ -209,7 +209,7 @@ def run_text(
     ``settings``: by name a value and whose it is: "yours", "default" or "framework".
     """
     block = config.model_dump(mode="json")
-    if "alerts" in block:  # addresses with tokens in them
+    if block.get("alerts"):  # addresses with tokens in them
         block["alerts"] = f"{len(block['alerts'])} left out"
     facts = {
         "version": 1,

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_silent
-from ds_silent.capture.deals import Deal, deal_of
+from ds_silent.capture.deals import Deal, deal_of, dealt_by_all
 from ds_silent.capture.loaders import LoaderWatch
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Evidence, OrderAgain
+from ds_silent.preflight.inventory import sampler_facts, sampler_items
 from ds_silent.records import DataDealt, Event, StepRecord
 from ds_silent.runs.report.figures import plot_context
 from ds_silent.runs.report.tables import facts_of
@@ -31,6 +33,7 @@ from finetune.sampler import Plan, ResumableSampler
 from tests.capture.test_own_loaders import Stream
 from tests.capture.test_own_loops import Net, Pairs
 from tests.support.distributed import each, run_distributed
+from tests.support.preflight import outcome_of
 
 ROWS: Any = list(range(40))
 
@@ -38,6 +41,16 @@ ROWS: Any = list(range(40))
 class ByLength(DistributedSampler[int]):
     def __iter__(self) -> Any:
         return iter(sorted(super().__iter__()))
+
+
+class Batches:
+    """A batch sampler of a script's own."""
+
+    def __init__(self, rows: Any) -> None:
+        self.sampler = rows
+
+    def __iter__(self) -> Any:
+        return iter([[row] for row in self.sampler])
 
 
 class GPTDataset(list[int]):
@@ -106,6 +119,8 @@ def finetune(mode: Any) -> ResumableSampler:
         (lambda: DataLoader(ROWS, shuffle=True), "unknown", "RandomSampler"),
         (lambda: iter(DataLoader(ROWS)), "unknown", "SequentialSampler"),
         (lambda: iter(DataLoader(Stream())), "unknown", "DataLoader,"),
+        (lambda: DataLoader(ROWS, batch_sampler=Batches(shares())), "random", "r, shuffled, in batches of Batches"),
+        (lambda: iter(DataLoader(ROWS, batch_sampler=Batches(ROWS))), "unknown", "Batches, which may"),
         (lambda: None, "unknown", "no loader was seen"),
         (lambda: iter(ROWS), "unknown", "list_iterator"),
     ],
@@ -133,6 +148,15 @@ def test_a_generator_of_its_own_that_nobody_has_seeded_is_said() -> None:
     assert not said(RandomSampler(ROWS))
     assert not said(seedable())
     assert "nobody" not in deal_of(DataLoader(ROWS, generator=torch.Generator()), 4).by, "in order"
+
+
+@pytest.mark.parametrize(("held", "dealt"), [((0, 0), "unknown"), ((0, 1), "random")])
+def test_one_share_on_all_ranks_is_not_told_as_dealt_at_random(held: tuple[int, ...], dealt: str) -> None:
+    """The console said so directly above the error."""
+    ranks = [sampler_items(sampler_facts(shares(rank, ranks=2)), 2) for rank in held]
+    hashes = np.array([[item.hash for item in items] for items in ranks], dtype=np.int32)
+    told = dealt_by_all(outcome_of(ranks[0], hashes), deal_of(shares(0, ranks=2), 2))
+    assert (told.dealt, "not one share for each rank" in told.by) == (dealt, dealt == "unknown")
 
 
 @pytest.mark.parametrize("make", [shares, lambda rank: of_accelerate(seedable(), rank)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,45 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, ds_config: Any, sentence: str
     (line,) = result.stderr.splitlines()
     assert line.startswith("ds-silent: ")
     assert sentence in line
+
+
+@pytest.mark.parametrize("command", [[], ["drill"], ["numerics"], ["compare"], ["bisect"]])
+def test_the_help_is_broken_at_the_edge_alone(command: list[str]) -> None:
+    """Lines of the source that were longer than the terminal left single words on lines of their own."""
+    said = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "70", "TERMINAL_WIDTH": "70"}).stdout
+    lines = [line.strip() for line in said.partition("╭")[0].splitlines()]
+    for line, after in pairwise(lines):
+        if line and after:
+            assert len(line) + 1 + len(after.split()[0]) > 68, (line, after)
+
+
+def test_a_missing_comma_is_said(tmp_path: Path) -> None:
+    """DeepSpeed's Hjson wants none, and the file passed as if it were JSON."""
+    said = lines(check(tmp_path, '{\n "silent_consistency": {"output_dir": "runs/x"}\n "train_batch_size": 8\n}'))
+    assert said["plain JSON"].startswith("no: a comma is missing before line 3, column 2; ds_silent and DeepSpeed read")
+    assert "plain JSON" in check(tmp_path, '{"interval": 2} // a comment').stdout
+    assert "plain JSON" not in check(tmp_path, {"interval": 2}).stdout
+
+
+def test_from_where_the_number_of_ranks_is_known(tmp_path: Path) -> None:
+    """It said 8 without anybody having said so."""
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    for own, options, ranks in (
+        ({}, (), "8 ranks (assumed; --world-size says how many)"),
+        ({"train_batch_size": 8}, (), "8 ranks (assumed; --world-size says how many)"),
+        (sizes, (), "3 ranks (from the batch sizes)"),
+        (sizes, ("--world-size", "3"), "3 ranks"),
+    ):
+        said = lines(check(tmp_path, {"silent_consistency": {}, **own}, *options))[""]
+        assert said == f"silent_consistency: on, measures every optimizer step over {ranks}"
+
+
+def test_a_block_alone_is_not_told_of_deepspeed(tmp_path: Path) -> None:
+    """It may be for DDP, FSDP2 or Megatron."""
+    result = check(tmp_path, {"interval": 5})
+    assert "ds_silent.observe(model, optimizer, config=FILE)" in lines(result)["read"]
+    assert "DeepSpeed" not in result.output
+    assert "DeepSpeed" in check(tmp_path, {"silent_consistency": {"interval": 5}}).output
 
 
 def test_a_file_with_the_block_alone(tmp_path: Path) -> None:

@@ -339,6 +339,22 @@ def test_when_an_outlier_began_is_known_the_less_the_longer_it_took(since: int, 
     assert event.severity == severity
 
 
+def test_a_consequence_is_dated_no_earlier_than_its_cause() -> None:
+    """The report once marked step 18 for an outlier that follows from the rows of step 21."""
+    episodes = Episodes()
+    rows = finding("data-order-mismatch", (2,), "loader", 21)
+    episodes.update(21, [rows])
+    outlier = replace(OUTLIER, since=18, message="Rank 2 has a larger norm, since about step 18. Norm 1.18.")
+    events = [event for step in range(49, 180) for event in episodes.update(step, [rows, outlier])]
+    said = [event.message for event in events if event.kind == "outlier-rank"]
+    assert [message.split(":")[0] for message in said] == [
+        "Follows from the data-order-mismatch of step 21 (loader)",
+        "Still, since step 21",
+    ]
+    for message in said:
+        assert "Rank 2 has a larger norm, since step 21. Norm 1.18." in message
+
+
 def test_what_no_optimizer_holds_is_not_cleared_by_it() -> None:
     wrong = finding("aggregation-error", (), "aggregated gradient", 2)
     for where, severity in (("optimizer's parameters of layers.1", "info"), ("learning rate", "error")):

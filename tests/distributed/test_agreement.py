@@ -144,6 +144,32 @@ def test_another_version_on_one_rank_is_told(tmp_path: Path) -> None:
         assert '"9.9" on rank 2' in said
 
 
+def other_parameters(directory: str) -> None:
+    """Rank 1 trains one parameter and freezes all others."""
+    torch.manual_seed(1234)
+    model = Probe(None)
+    for parameter in list(model.parameters())[1:] if dist.get_rank() else []:
+        parameter.requires_grad_(False)
+    config = Case().config(Path(directory), enabled=True)
+    engine, *_ = ds_silent.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    observer = ds_silent.observer_of(engine)
+    assert observer is not None
+    observer.close()
+
+
+def test_parameters_that_only_some_ranks_train_are_named(tmp_path: Path) -> None:
+    """There were two hashes."""
+    run_distributed(other_parameters, 2, (str(tmp_path),), timeout=60)
+    [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "observer-off"]
+    assert event["message"].startswith(
+        "Nothing is observed, because the ranks would not send the same: parameter layers.0.0.bias is "
+        '"trainable, 96" on rank 0, "frozen, 96" on rank 1; parameter layers.0.0.weight is "trainable, 96x24" on rank 0'
+    )
+    assert event["message"].endswith('"frozen, 24" on rank 1; and 9 more parameters differ.')
+    assert event["message"].count('is "trainable') == 3
+    assert event["remedy"].endswith("start every rank with the same model and configuration.")
+
+
 # -- ranks that do not come ---------------------------------------------------------------------------
 
 

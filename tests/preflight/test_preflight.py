@@ -154,8 +154,7 @@ def test_the_table_counts_in_words_what_is_as_expected() -> None:
     outcome = outcome_of(*items_and_hashes(rank("1"), rank("2"), rank("3")))
     drawn = io.StringIO()
     Console(file=drawn, width=200).print(table(outcome))
-    generators = "1 the same on all ranks, 2 different on each rank as expected, 1 different between ranks as usual"
-    assert generators in drawn.getvalue()
+    assert re.search(r"generators +│ 4 items +│ 4 as expected +│", drawn.getvalue())
     assert "1 different between ranks, which is allowed" in drawn.getvalue()
 
 
@@ -167,7 +166,7 @@ def test_the_table_shows_text_as_text() -> None:
     outcome = outcome_of(items, hashes, texts)
     short = io.StringIO()
     Console(file=short, width=140).print(table(outcome))
-    assert "different on each rank" not in short.getvalue()
+    assert "as expected" not in short.getvalue()
     assert short.getvalue().count("rank 0 differs") == 2
     assert "[red]lr[/red]" in short.getvalue()
     assert "\x1b[2J" not in short.getvalue()

@@ -195,6 +195,16 @@ def test_the_verdict_names_rank_host_and_step(tmp_path: Path) -> None:
     assert states["Finite numbers"] == "passed"
 
 
+def test_rows_that_ranks_share_are_not_told_as_dealt_at_random(tmp_path: Path) -> None:
+    """Each rank's sampler deals at random, and two were built for the same share."""
+    same = event(0, "duplicate-data", ranks=(0, 1), message="sampler's share must differ between ranks.")
+    for directory, events, more in ((tmp_path / "a", (), ""), (tmp_path / "b", (same,), ", but several ranks")):
+        run = read_run(write(directory, 1, events))
+        run.facts["data"] = {"dealt": "random", "by": "DistributedSampler, shuffled"}
+        assert run.data.startswith(f"dealt to the ranks at random (DistributedSampler, shuffled){more}")
+        assert run.data.endswith("took the same rows") == bool(more)
+
+
 def test_two_ranks_have_no_others(tmp_path: Path) -> None:
     disagree = event(30, severity="warning", ranks=(0, 1), message="Ranks 0 and 1 disagree since about step 21.")
     run = read_run(write(tmp_path, 1, (disagree,), world_size=2))
@@ -416,6 +426,7 @@ def test_facts_hold_no_address_of_an_alert() -> None:
     assert facts["version"] == 1
     assert facts["block"]["integrity"]["replica_interval"] == 100
     assert facts["training"] == {"ZeRO stage": 1}
+    assert facts["block"]["alerts"] == []  # and not "0 left out"
 
     class WithAlerts(SilentConsistencyConfig):
         alerts: list[dict[str, str]] = [{"to": "https://hooks.example/T0/secret"}]  # noqa: RUF012

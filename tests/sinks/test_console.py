@@ -37,6 +37,13 @@ def test_what_was_not_measured_is_not_mentioned() -> None:
     assert "loss nan ± inf (range ?)" in line
 
 
+def test_two_ranks_have_one_cosine_and_a_negative_noise_scale_is_no_number_of_rows() -> None:
+    record = full_record(3, noise_scale=-312.0)
+    assert step_line(record).endswith("cos 0.041 [-0.011, 0.091]  B_noise n/a")
+    two = replace(record, world_size=2, direction=replace(record.direction, min_cosine=0.041, max_cosine=0.041))
+    assert step_line(two).endswith("cos 0.041  B_noise n/a")
+
+
 def test_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink()
     for step in range(1, 26):
@@ -149,7 +156,7 @@ def test_a_lasting_fault_is_one_line_a_rare_reminder_and_an_end(capsys: pytest.C
             sink.write_event(one)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2:4] for line in lines] == [["10", "ERROR"], ["138", "ERROR"], ["250", "INFO"]]
-    assert "Ranks 0 and 3 train on the same data: up to 8 of the 8 rows" in lines[0]
+    assert "train on the same data: all 8 rows that a rank takes in this step are another's too." in lines[0]
     assert "Shard the data" in lines[0]
     assert "Still, since step 10: " in lines[1]
     assert "Ended: duplicate-data, from step 10 to step 249." in lines[2]

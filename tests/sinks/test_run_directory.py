@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 import ds_silent
+from ds_silent.config import parse
+from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.sinks import run_directory
 from ds_silent.sinks.jsonl import read_metrics
 from tests.support.distributed import run_distributed
@@ -205,6 +207,18 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_a_new_one_does_not(done: D
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
     assert [r["samples"] for r in records] == [6, 12, 18, 24, 30]
     assert steps_in(root / "out" / "run-2") == [1]
+
+
+def test_where_the_records_of_a_second_run_go_is_said_at_its_start(tmp_path: Path) -> None:
+    config = parse({"silent_consistency": {"output_dir": "runs/a"}})
+    assert config is not None
+    home = RunDirectory(config, None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert home.says() == "runs/a"
+    home._undecided = True
+    assert home.says() == (
+        "a new directory below runs/a, which holds an earlier run; they go on in runs/a itself only if that run's "
+        "checkpoint is loaded before the first step"
+    )
 
 
 def test_each_engine_of_a_process_has_a_directory_of_its_own(done: Done) -> None:

@@ -119,6 +119,12 @@ def left_to_fill_in(ds_config: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def ranks_known_from(ds_config: Mapping[str, Any]) -> str:
+    """Say from where :func:`refuse_broken` has a number of ranks that nobody has given."""
+    sized = all(isinstance(ds_config.get(key), int) for key in BATCH)
+    return "from the batch sizes" if sized else "assumed; --world-size says how many"
+
+
 def _suiting(ds_config: Mapping[str, Any], own: Mapping[str, Any], ranks: int | None) -> int:
     """The number of ranks for which DeepSpeed takes the batch sizes."""
     sizes = {key: own[key] for key in BATCH if own.get(key) is not None}

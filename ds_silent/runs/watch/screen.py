@@ -282,7 +282,7 @@ def _events_page(view: Snapshot, state: ScreenState, columns: int, rows: int, gl
     for event in newest[first : first + rows]:
         head = Text(f"step {event.step:,}  ")
         head.append(f"{event.severity.upper()}  {event.kind}", style=COLOURS.get(event.severity, ""))
-        head.append(f"  {event.who}")
+        head.append(f"  {event.who}{event.where and f'  at {event.where}'}")
         lines += [head, *_wrap(event.message, columns, 8, "", "  ")]
         if event.remedy:
             lines += _wrap(event.remedy, columns, 4, "dim", "  ")

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ from rich.live import Live
 
 from ds_silent.records import to_json
 from ds_silent.runs.lines import METRICS
-from ds_silent.runs.run import newest_run
+from ds_silent.runs.run import ReadingError, find_runs, newest_of, newest_run
 from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
 from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
 from ds_silent.text import mistake, printable
@@ -45,6 +46,7 @@ WORDS: Mapping[int, str] = {
 JSON_FORMAT = 1
 """Keys are added without a new number; none changes its meaning."""
 SHOWN_ROWS, SHOWN_EVENTS = 16, 20
+_NAMED_RUNS = 8
 TICK = 0.5
 """Seconds between two looks at the terminal's size."""
 REDRAW = 1.0
@@ -76,6 +78,10 @@ def watch_command(
     if newest != os.fspath(Path(run)):
         print(f"ds-silent: {run!a} holds several runs; this is the newest, {newest!a}", file=sys.stderr)
         run = newest
+    if said := _runs_below(Path(run)):
+        print(f"ds-silent: {said}", file=sys.stderr)
+        if not as_json:
+            return NOTHING
     if alert and (once or as_json):
         return mistake("--alert follows a run, so it goes with neither --once nor --json; leave them out")
     try:
@@ -86,6 +92,24 @@ def watch_command(
         return status_of(look(Watched(run), run, every), seconds, time.time())
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _runs_below(directory: Path) -> str:
+    """Return what to watch instead where there are no records, and runs below; "" otherwise."""
+    try:
+        found = find_runs(directory)
+    except ReadingError:  # nothing is there yet: that is waited for
+        return ""
+    if directory in found:
+        return ""
+    shown = ", ".join(ascii(os.fspath(one)) for one in found[:_NAMED_RUNS])
+    more = f" and {len(found) - _NAMED_RUNS} more" if len(found) > _NAMED_RUNS else ""
+    which = "one run" if len(found) == 1 else f"{len(found)} runs"
+    newest = shlex.quote(os.fspath(newest_of(found)))
+    return (
+        f"{os.fspath(directory)!a} holds no records itself, but {which} below: {shown}{more}; "
+        f"{'the newest: ' if len(found) > 1 else ''}ds-silent watch {newest}"
+    )
 
 
 def _alerting(run: str, every: float, stale: float | None, alert: Sequence[str]) -> int:
@@ -155,8 +179,9 @@ def lines_of(view: Snapshot, now: float) -> list[str]:
     if len(view.rows) > SHOWN_ROWS:
         lines.append(f"and {len(view.rows) - SHOWN_ROWS} ranks that depart less")
     for event in view.events[-SHOWN_EVENTS:]:
-        who = f"  {event.who}" if event.who else ""
-        lines.append(f"step {event.step}  {event.severity.upper()}  {event.kind}{who}: {event.message}")
+        place = [part for part in (event.who, event.where and f"at {event.where}") if part]
+        head = "  ".join([f"step {event.step}", event.severity.upper(), event.kind, *place])
+        lines.append(f"{head}: {event.message} {event.remedy}".rstrip())
     return lines
 
 

@@ -199,7 +199,7 @@ def _spreads(values: Mapping[str, float | None]) -> dict[Metric, str]:
     each: tuple[Metric, ...] = ("loss", "norm")
     found = {metric: f"± {std:.3g}" for metric in each if (std := values.get(f"{metric} std")) is not None}
     low, high = values.get("pair min"), values.get("pair max")
-    if low is not None and high is not None:
+    if low is not None and high is not None and low < high:  # two ranks have one
         found["cosine"] = f"[{low:.3f}, {high:.3f}]"
     return found
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.report import heat
 from ds_silent.runs.report.axis import Axis, binned, rebinned, shown, ticks
-from ds_silent.runs.report.figures import noise_scale, plot_context
+from ds_silent.runs.report.figures import cosine, noise_scale, plot_context
 from ds_silent.runs.report.svg import Series, chart, diverging
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.support.made_records import Run
@@ -76,6 +77,27 @@ def test_a_noise_scale_that_is_often_extreme_does_not_squeeze_the_rest(tmp_path:
     assert len(labels) >= 3
     assert 0 <= min(labels) < max(labels) < 200
     assert panel.data["series"][0]["mean"][6] == -2e16
+
+
+def test_rows_that_ranks_share_give_no_advice_about_more_ranks(tmp_path: Path) -> None:
+    """The report advised against more ranks: the noise between ranks that did the same work was far too small."""
+    sink, run, notes = JsonlSink(tmp_path), Run(), []
+    for _ in range(5):
+        sink.write(replace(run.record(), noise_scale=1.0))
+    for events in range(2):
+        if events:
+            sink.write_event(Event(2, "duplicate-data", "error", (0, 1), "rows", 1.0, 0.5, "Same rows.", "Shard."))
+        sink.flush()
+        found = read_run(tmp_path)
+        view = plot_context(found, verdict_of(found))
+        notes += [panel.note for panel in (noise_scale(view), cosine(view)) if panel is not None]
+    sink.close()
+    assert "more ranks hardly help" in notes[0]
+    assert "By the usual noise scale" in notes[1]
+    assert notes[2] == (
+        "Several ranks took the same rows: what differs between the ranks says nothing about a larger batch."
+    )
+    assert "noise scale" not in notes[3]
 
 
 def test_buckets_that_lie_across_bins_are_lost_in_none() -> None:

@@ -184,6 +184,26 @@ def test_no_records(tmp_path: Path) -> None:
     assert watch(tmp_path / "none", "--json").exit_code == NOTHING
 
 
+def test_of_a_directory_above_several_runs_the_runs_are_named(tmp_path: Path) -> None:
+    """It said that there were no records yet."""
+    for name, when in {"b": "2026-01-02T00:00:00+00:00", "a": None, "old one": "2026-01-01T00:00:00+00:00"}.items():
+        write(tmp_path / name, RECORDS[:3])
+        if when is not None:
+            (tmp_path / name / "run.json").write_text(json.dumps({"version": 1, "started": when}))
+    result = watch(tmp_path, "--once")
+    named = ", ".join(repr(str(tmp_path / name)) for name in ("a", "b", "old one"))
+    assert (result.exit_code, result.stdout) == (NOTHING, "")
+    assert result.stderr == (
+        f"ds-silent: {str(tmp_path)!r} holds no records itself, but 3 runs below: {named}; "
+        f"the newest: ds-silent watch {tmp_path / 'b'}\n"
+    )
+    assert json.loads(watch(tmp_path, "--json").stdout)["exit_status"] == NOTHING
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name)
+    said, left = watch(tmp_path, "--once").stderr, str(tmp_path / "old one")
+    assert said.endswith(f"but one run below: {left!r}; ds-silent watch '{left}'\n")
+
+
 def test_a_stale_run(tmp_path: Path) -> None:
     write(tmp_path, RECORDS, EVENTS)
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
@@ -212,10 +232,20 @@ def test_the_text_and_the_json(tmp_path: Path) -> None:
     lines = watch(tmp_path, "--once").stdout.splitlines()
     assert lines[1] == "verdict: Rank 2 (node0001:0) is not like the others, since step 40 (found at step 44)."
     assert lines[2].startswith("step 80, 80 measured here, 4 ranks, written ")
+    found = EVENTS[0]
+    assert lines[-2] == f"step 44  WARNING  outlier-rank  rank 2  at {found.where}: {found.message} {found.remedy}"
+    assert told["events"]["last"][0]["where"] == found.where
     ranks = [line.split()[1] for line in lines if line.startswith("rank ")]
     assert ranks[0] == "2"
     assert sorted(ranks) == ["0", "1", "2", "3"]
     assert lines[-1] == "status: warning"
+
+
+@pytest.mark.parametrize(("high", "said"), [(0.041, "cosine: 0.041"), (0.091, "cosine: 0.041 [0.041, 0.091]")])
+def test_the_one_cosine_of_two_ranks_is_said_once(high: float, said: str, tmp_path: Path) -> None:
+    direction = replace(RECORDS[0].direction, mean_cosine=0.041, min_cosine=0.041, max_cosine=high)
+    write(tmp_path, [replace(RECORDS[0], direction=direction)])
+    assert said in watch(tmp_path, "--once").stdout.splitlines()
 
 
 def test_mistakes(tmp_path: Path) -> None:
