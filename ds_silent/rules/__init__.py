@@ -8,7 +8,7 @@ from __future__ import annotations
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.averages import AverageUpdates
-from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.batch import BatchContents, OverwrittenLabels
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
@@ -29,7 +29,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     if not (config.rules and config.detectors.enabled):
         return []
     of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates)
-    of_model = (BatchContents, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook)
+    of_model = (BatchContents, OverwrittenLabels, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook)
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     rules += framework.own_rules
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"

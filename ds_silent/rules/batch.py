@@ -11,7 +11,8 @@ the device (:class:`Counts`). They are added up over ``LOOKED_AT`` measured step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -31,6 +32,7 @@ EVERY, LOOKED_AT = 64, 4  # measured steps
 _ROWS, _FEW_ROWS, _TOKENS, _PLACES = 8, 4, 64, 16  # that a verdict needs
 _UNLABELLED_ROWS = 32
 _PADDING_RUN = 4  # tokens at the beginning of a row
+_COLLATED = 8  # batches
 
 
 class Counts(NamedTuple):
@@ -302,3 +304,57 @@ _WORDS: dict[str, tuple[Severity, str, str, str]] = {
         "Give the model the tokenizer's attention_mask.",
     ),
 }
+
+
+class OverwrittenLabels(Rule):
+    """Look whether transformers' collator for language models makes labels anew where the data set's leave some out.
+
+    ``DataCollatorForLanguageModeling`` takes the inputs for labels. A data set whose labels are -100 at the prompts
+    then trains the prompts. The first batches are looked at, where the collator runs in the training's process.
+    """
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._left = _COLLATED
+        self._found: tuple[Breach, ...] = ()
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Stand around the collator's work, if the script has imported it."""
+        kind = getattr(sys.modules.get("transformers.data.data_collator"), "DataCollatorForLanguageModeling", None)
+
+        def collate(original: Callable[..., Any], own: Any, examples: Any, *args: Any, **kwargs: Any) -> Any:
+            given = safely(self._given, examples)  # before: padding may take them out
+            result = original(own, examples, *args, **kwargs)
+            safely(self._look, given, result)
+            return result
+
+        if kind is not None:
+            patches.wrap_method(kind, "torch_call", collate)
+
+    def _given(self, examples: Any) -> tuple[int, int] | None:
+        """Count the labels that the data set gives, and those of them that it leaves out."""
+        if not self._left or not all(isinstance(one, Mapping) and "labels" in one for one in examples):
+            return None
+        self._left -= 1
+        labels = [label for one in examples for label in torch.as_tensor(one["labels"]).flatten().tolist()]
+        return len(labels), labels.count(IGNORED_LABEL)
+
+    def _look(self, given: tuple[int, int] | None, result: Any) -> None:
+        if given is None or not given[1]:
+            return
+        trained = int((result["labels"] != IGNORED_LABEL).sum())
+        if trained > given[0] - given[1]:
+            message = (
+                "DataCollatorForLanguageModeling makes the labels anew from the inputs: of the data set's labels "
+                f"{given[1]} in {given[0]} of one batch are -100, and {trained} are trained behind it."
+            )
+            remedy = (
+                "Use DataCollatorForSeq2Seq or default_data_collator, which keep the data set's labels; or drop that "
+                "column if all tokens are to be trained."
+            )
+            where, step = "labels", self._framework.step
+            self._found = (Breach("overwritten", "batch-suspect", "warning", where, message, remedy, step),)
+            self._left = 0
+
+    def breaches(self) -> tuple[Breach, ...]:
+        return self._found

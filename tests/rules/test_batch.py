@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from ds_silent.drill.training import hash_of
 from ds_silent.patches import Patches
-from ds_silent.rules.batch import EVERY, LOOKED_AT, BatchContents, Counts, SpecialTokens, _verdicts, counts_of
+from ds_silent.rules.batch import (
+    EVERY,
+    LOOKED_AT,
+    BatchContents,
+    Counts,
+    OverwrittenLabels,
+    SpecialTokens,
+    _verdicts,
+    counts_of,
+)
 from tests.rules.small_models import BEGIN, END, PADDING, model_of, words
 
 ROWS, LENGTH, IGNORED = 8, 16, -100
@@ -389,3 +398,33 @@ def test_weights_and_random_numbers_are_as_without_the_rule() -> None:
     (with_rule, random), (without, same) = trained(True), trained(False)
     assert with_rule == without
     assert torch.equal(random, same)
+
+
+class Tokens:
+    """As much of a tokenizer as the collator asks for: rows of one length."""
+
+    pad_token_id, mask_token, padding_side, deprecation_warnings = PADDING, None, "right", dict[str, bool]()
+
+    def pad(self, examples: Any, **how: Any) -> dict[str, Tensor]:
+        return {name: torch.as_tensor([one[name] for one in examples]) for name in examples[0]}
+
+
+def collated(*rows: dict[str, list[int]]) -> list[str]:
+    """What is told of a batch behind transformers' own collator, which stays as it was."""
+    collators = pytest.importorskip("transformers.data.data_collator")
+    rule, patches = OverwrittenLabels(SimpleNamespace(step=1)), Patches()  # type: ignore[arg-type]
+    rule.connect(patches, lambda function, *args: function(*args))
+    collator = collators.DataCollatorForLanguageModeling(Tokens(), mlm=False)  # type: ignore[arg-type]
+    batch = collator([dict(row) for row in rows])
+    assert batch["labels"].tolist() == [row["input_ids"] for row in rows]
+    patches.undo()
+    return [breach.message for breach in rule.breaches()]
+
+
+def test_a_collator_that_makes_labels_anew_is_told_where_the_data_set_leaves_some_out() -> None:
+    ids = [BEGIN, 11, 12, 13, END]
+    prompt = {"input_ids": ids, "labels": [IGNORED, IGNORED, 12, 13, END]}
+    [message] = collated(prompt, prompt)
+    assert "4 in 10 of one batch are -100, and 10 are trained behind it" in message
+    assert collated({"input_ids": ids, "labels": ids}) == [], "the same labels as it makes"
+    assert collated({"input_ids": ids}) == []

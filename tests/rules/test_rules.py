@@ -10,7 +10,7 @@ import pytest
 from ds_silent.config import SilentConsistencyConfig, parse
 from ds_silent.rules import rules_of
 from ds_silent.rules.averages import AverageUpdates
-from ds_silent.rules.batch import BatchContents
+from ds_silent.rules.batch import BatchContents, OverwrittenLabels
 from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
@@ -25,7 +25,17 @@ from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
 OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates]
-ALWAYS = [RateRule, *OF_LOOP, BatchContents, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook]
+ALWAYS = [
+    RateRule,
+    *OF_LOOP,
+    BatchContents,
+    OverwrittenLabels,
+    LossInput,
+    TrainingMode,
+    RecomputedDraws,
+    GatheredWeights,
+    FirstLook,
+]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [
     ({}, ALL),
