@@ -101,11 +101,10 @@ class AutoAttach:
         """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
-        untrained = [why for kind, why in self._unobserved.items() if kind != "uncalled"]
-        if untrained and not self._observers:
+        if self._unobserved and not self._observers:
             self._steps_without += 1
             if self._steps_without == _SAID_AFTER and is_first():
-                logger.warning("ds_silent: %s", "; ".join(untrained))
+                logger.warning("ds_silent: %s", "; ".join(self.unobserved()))
         for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED

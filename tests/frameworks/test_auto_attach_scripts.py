@@ -182,6 +182,18 @@ def test_an_optimizer_of_a_copy_is_told_while_it_steps(tmp_path: Path) -> None:
     assert "not of one that was copied" in said[0]
 
 
+def test_a_wrapper_that_is_never_called_is_said_soon_and_not_after_days(tmp_path: Path) -> None:
+    """As a loss of sentence-transformers 6.2.0 calls the model inside: the ranks train apart from the first step on."""
+    script = OF_A_COPY.replace(
+        "model = DistributedDataParallel(copy.deepcopy(model))", "ddp = DistributedDataParallel(model)"
+    )
+    script = script.replace('print(f"step {step}", flush=True)', 'print(f"step {step}", file=sys.stderr, flush=True)')
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, _, said = run(tmp_path, f"import sys{script}", *ours, ranks=1)
+    assert status == 0, said
+    assert said.index("was made, but it was never called in training") < said.index("step 5")
+
+
 def test_a_rank_says_it_whose_file_alone_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(json.dumps({"intervall": 5}))
     (tmp_path / "train.py").write_text("raise SystemExit('it has begun')")
