@@ -171,7 +171,7 @@ def _micro_batches(
     told = []
     for (ranks, weight), numbers in groups.items():
         entered = "did not enter" if weight == 0.0 else f"entered {weight:.1f} times"
-        told.append(f"{numbers_text(numbers)} of {named(ranks, everybody)} {entered}")
+        told.append(f"number{'s' * (len(numbers) > 1)} {numbers_text(numbers)} of {named(ranks, everybody)} {entered}")
     blamed = {rank for ranks, _ in groups for rank in ranks}
     where = layers_text(found.layers, layers)
     shown = "; ".join(told[:4]) + ("; …" if len(told) > 4 else "")

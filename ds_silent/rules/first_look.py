@@ -6,6 +6,7 @@
 * A group with a learning rate of its own holds parameters: else a note.
 * A LoRA adapter is scaled by alpha / r (by alpha / sqrt(r) with rsLoRA), of peft's ``alpha_pattern`` and
   ``rank_pattern`` where one of their names ends that of its module: else a warning.
+* LoRA adapters are in peft's ``layers_to_transform`` alone: else a warning.
 * Rotary frequencies (``inv_freq``) are fp32: a note if the model was cast to bf16 or fp16 with them.
 * Adam's second moment can fall: a note where torch keeps it in bf16, as the weights are, and ``beta2`` times a number
   is rounded back to it.
@@ -182,6 +183,36 @@ def _scaling(config: Any, module: str) -> float | None:
     return alpha / (math.sqrt(rank) if getattr(config, "use_rslora", False) else rank)
 
 
+def _adapters_elsewhere(framework: Framework) -> Breach | None:
+    configs: Any = getattr(framework.module, "peft_config", None)
+    modules = dict(framework.module.named_modules()) if isinstance(configs, Mapping) else {}
+    for adapter, config in configs.items() if modules else ():
+        asked = getattr(config, "layers_to_transform", None)
+        asked = [asked] if isinstance(asked, int) else asked
+        if not asked or getattr(config, "layers_pattern", None):
+            continue
+        held = [name for name, inner in modules.items() if adapter in (getattr(inner, "lora_A", None) or ())]
+        outside = [name for name in held if _layer_of(name, modules, max(asked)) not in (None, *asked)]
+        if outside:
+            message = (
+                f"peft's configuration asks for adapters in layer{'s' * (len(asked) > 1)} {listed(asked, _SHOWN)} alone "
+                f"(layers_to_transform), and {len(outside)} of {len(held)} are in others ({listed(outside, _SHOWN)})."
+            )
+            remedy = "Update peft, or name the modules in target_modules, with their layers."
+            return Breach("elsewhere", "update-mismatch", "warning", outside[0], message, remedy, framework.step)
+    return None
+
+
+def _layer_of(name: str, modules: Mapping[str, nn.Module], largest: int) -> int | None:
+    """Return the layer that a module is in: its place in the outermost list that has a place of that number."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        layers = modules.get(".".join(parts[:place]))
+        if part.isdigit() and isinstance(layers, nn.ModuleList) and len(layers) > largest:
+            return int(part)
+    return None
+
+
 def _rounded_frequencies(framework: Framework) -> Breach | None:
     low = {
         name: buffer.dtype
@@ -262,6 +293,7 @@ _LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (
     _decayed_norms,
     _empty_rate,
     _scaled_adapters,
+    _adapters_elsewhere,
     _rounded_frequencies,
     _moment_that_stays,
     _vain_load,

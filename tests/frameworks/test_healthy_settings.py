@@ -169,7 +169,7 @@ def test_micro_batches_that_enter_a_sum_are_told_apart(tmp_path: Path) -> None:
     [trace] = run_distributed(run_wrong, RANKS, (str(tmp_path), (number,)))[0]
     told = [event for event in trace.events if "Of the 2 micro-batches" in event["message"]]
     assert [event["ranks"] for event in told] == [[2]]
-    assert "1 of rank 2 did not enter." in told[0]["message"]
+    assert "number 1 of rank 2 did not enter." in told[0]["message"]
 
 
 # -- above the gather limit, under responses, and the numbers of the record -------------------------------------------

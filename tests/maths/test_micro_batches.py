@@ -160,12 +160,12 @@ def test_dropped_micro_batches_are_named_and_weights_are_bit_identical(tmp_path:
     assert all(len(told[name]) == 1 for name in cells if name not in ("healthy", "over")), told
     for name, step, text, ranks in (
         ("second", 6, "Of the 4 micro-batches of step 6", ()),
-        ("second", 6, "all 5 layers: 2 of both ranks did not enter.", ()),
-        ("round robin", 6, "all 5 layers: 2 of both ranks did not enter.", ()),
-        ("first three", 6, "all 5 layers: 1 to 3 of both ranks did not enter.", ()),
-        ("last of rank 1", 6, "all 5 layers: 4 of rank 1 did not enter.", (1,)),
+        ("second", 6, "all 5 layers: number 2 of both ranks did not enter.", ()),
+        ("round robin", 6, "all 5 layers: number 2 of both ranks did not enter.", ()),
+        ("first three", 6, "all 5 layers: numbers 1 to 3 of both ranks did not enter.", ()),
+        ("last of rank 1", 6, "all 5 layers: number 4 of rank 1 did not enter.", (1,)),
         ("bf16", 6, "Of the 2 micro-batches of step 6", ()),
-        ("bf16", 6, "1 of both ranks did not enter.", ()),
+        ("bf16", 6, "number 1 of both ranks did not enter.", ()),
     ):
         (event,) = told[name]
         assert text in event["message"], event["message"]

@@ -192,6 +192,26 @@ def test_what_a_pattern_means_beyond_a_name_is_not_guessed(config: dict[str, Any
     assert found(adapted(4.0, **config)) == []
 
 
+def adapted_in(layers: list[int], asked: list[int] | int | None, **config: Any) -> nn.Module:
+    """Four layers of two experts each, behind a wrapper of one module, with adapters on the experts of some layers."""
+    model = nn.Sequential(nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(4)))
+    for layer in layers:
+        for expert in model[0][layer]:  # type: ignore[index, union-attr]
+            expert.lora_A = {"default": None}
+    config = {"r": 4, "lora_alpha": 8, "layers_to_transform": asked, **config}
+    model.peft_config = {"default": SimpleNamespace(**config)}  # type: ignore[assignment]
+    return model
+
+
+def test_adapters_are_in_the_layers_that_peft_was_asked_for() -> None:
+    """peft 0.19.1 took an expert's place for the layer's; ``adapted_in`` has a first number that is no layer's."""
+    assert found(adapted_in([2, 3], [2, 3])) == found(adapted_in([3], 3)) == []
+    assert found(adapted_in([0, 1], None)) == found(adapted_in([0], [2], layers_pattern="blocks")) == []
+    [(severity, message)] = found(adapted_in([0, 3], [3]))
+    assert severity == "warning"
+    assert "in layer 3 alone (layers_to_transform), and 2 of 4 are in others (0.0.0, 0.0.1)." in message
+
+
 def moment_after(beta: float, dtype: torch.dtype) -> tuple[float, float]:
     """A weight's second moment behind one gradient, and behind 2,000 of nearly 0 more, by torch's own AdamW.
 
