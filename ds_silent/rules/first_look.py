@@ -195,8 +195,9 @@ def _adapters_elsewhere(framework: Framework) -> Breach | None:
         outside = [name for name in held if _layer_of(name, modules, max(asked)) not in (None, *asked)]
         if outside:
             message = (
-                f"peft's configuration asks for adapters in layer{'s' * (len(asked) > 1)} {listed(asked, _SHOWN)} alone "
-                f"(layers_to_transform), and {len(outside)} of {len(held)} are in others ({listed(outside, _SHOWN)})."
+                f"peft's configuration asks for adapters in layer{'s' * (len(asked) > 1)} {listed(asked, _SHOWN)} "
+                f"alone (layers_to_transform), and {len(outside)} of {len(held)} are in others "
+                f"({listed(outside, _SHOWN)})."
             )
             remedy = "Update peft, or name the modules in target_modules, with their layers."
             return Breach("elsewhere", "update-mismatch", "warning", outside[0], message, remedy, framework.step)
