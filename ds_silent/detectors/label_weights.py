@@ -135,7 +135,7 @@ class LabelWeightsTest(Detector):
         message = (
             f"What the loss has beside the labels' own term counts {count} times, and the labels' mean once: "
             "num_items_in_batch, the number of labels of the whole step, divides the labels' sum, and nothing divides "
-            "the other term, which each micro-batch adds again. A router's auxiliary loss is such a term."
+            "the other term, which each micro-batch and rank adds again. A router's auxiliary loss is such a term."
         )
         remedy = f"Do nothing if that is meant. Else divide its coefficient by {count}."
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=float(count))

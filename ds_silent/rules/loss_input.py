@@ -4,8 +4,9 @@
 softmax or sigmoid has made some already, no class of C can come above e / (e + C - 1), and the model learns slowly, on
 every rank alike: a warning. ``nll_loss`` and ``kl_div`` want logarithms: a note, as minus a probability is a loss, too.
 All are read from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition,
-by which the classes of (B, T, C) are to come second: a warning. Silent: anything between them that computes (a
-temperature, a logarithm), other losses, and graphs that are compiled.
+by which the classes of (B, T, C) are to come second: a warning. A softmax of a softmax in another term of a loss is a
+note: a router's balance, for example, of probabilities in place of logits. Silent: anything between them that
+computes (a temperature, a logarithm), other losses, and graphs that are compiled.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _LOOKS = 8  # backwards from the first on: a script's loss stays what it is
 _NODES = 64  # that are read of each, from the root down
 _BELOW = 6  # views between a loss and what made its input
 _VIEWS = re.compile(
-    r"(Unsafe)?View|Reshape(Alias)?|(Uns|S)queeze|Alias|Clone|ToCopy|Expand|T|Transpose|Permute|Slice|Select|Index(Select)?|"
+    r"(Unsafe)?View|Cat|Reshape(Alias)?|(Uns|S)queeze|Alias|Clone|ToCopy|Expand|T|Transpose|Permute|Slice|Select|Index(Select)?|"
     "MaskedSelect"
 )
-_COMPUTES = re.compile("Add|Mul|Div|Neg|Sub|Sum|Mean|MaskedFill|Where|_DDPSink|Stack|Cat")
+_COMPUTES = re.compile("Add|Mul|Div|Neg|Sub|Sum|Mean|MaskedFill|Where|_DDPSink|Stack")
 """What a script and torch make a loss of behind it, beside views."""
 _NLL = ("NllLoss", "NllLoss2D")
 _WANTS = {
@@ -80,6 +81,8 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
                 yield loss, made_by.lower(), wants
             elif operation == "LogSoftmax" and _mixes_classes(_first(node)):
                 yield loss, "view", "classes"
+        elif operation == "Softmax" and _operation(_behind_views(_first(node))) == "Softmax":
+            yield "softmax", "softmax", "once"
         elif operation == "Sub" and _subtracts_product_with_softmax(node):  # torch's kl_div: xlogy(t, t) - t * input
             yield "kl_div", "softmax", "log-probabilities"
         if operation in _NLL or _VIEWS.fullmatch(operation) or _COMPUTES.fullmatch(operation):
@@ -127,6 +130,9 @@ def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
             "the numbers of one place lie in the rows of several classes."
         )
         remedy = "Exchange the dimensions by transpose(1, 2) or permute, and not by view or reshape."
+    elif wants == "once":
+        severity, message = "info", "A term of the loss takes the softmax of a softmax: what it sees is nearly uniform."
+        remedy = "If that is meant, do nothing. Else give that term the logits, before their first softmax."
     elif wants == "log-probabilities":
         severity = "info"
         message += "what is made small is minus a probability, not minus its logarithm."

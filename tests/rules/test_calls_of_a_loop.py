@@ -71,6 +71,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax before kl_div": lambda x, y: functional.kl_div(
         x.softmax(-1), x.detach().softmax(-1), reduction="batchmean"
     ),
+    "a router's balance of probabilities": lambda x, y: (
+        functional.cross_entropy(x, y)
+        + 0.01 * (torch.cat([x.softmax(-1), x.softmax(-1)]).softmax(-1).mean(0) * torch.ones(CLASSES)).sum()
+    ),
+    "a router's balance of logits": lambda x, y: (
+        functional.cross_entropy(x, y) + 0.01 * (torch.cat([x, x]).softmax(-1).mean(0) * torch.ones(CLASSES)).sum()
+    ),
     "one minus the probability": lambda x, y: (1 - functional.one_hot(y, CLASSES) * x.softmax(-1)).sum(-1).mean(),
     "view for a transposition": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES, 2), y.view(-1, 2)),
     "transposition": lambda x, y: functional.cross_entropy(_pairs(x).transpose(1, 2), y.view(-1, 2)),
@@ -174,6 +181,7 @@ TOLD = {
     "softmax before nll_loss": (1, "info", "nll_loss"),
     "softmax before kl_div": (1, "info", "kl_div"),
     "view for a transposition": (1, "warning", "cross_entropy"),
+    "a router's balance of probabilities": (1, "info", "softmax"),
     "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
     STATIC: (16, "info", "adapter.bias"),
     "a head that is not in use": (16, "info", "spare.weight, spare.bias"),
@@ -200,6 +208,7 @@ MEANT = (
     "warm-up",
     "checkpoint",
     "reentrant checkpoint whose inputs need a gradient",
+    "a router's balance of logits",
     "logarithm between",
     "temperature between",
     "one minus the probability",
