@@ -100,7 +100,7 @@ class ZeroLayers(Detector):
     """
 
     key = "zero_layers"
-    stored = ("trained", "in_row", "told", "conditional", "marks")
+    stored = ("trained", "in_row", "began", "told", "conditional", "marks")
 
     def __init__(self, alike: bool = True):
         self._alike = alike
@@ -109,7 +109,8 @@ class ZeroLayers(Detector):
     def _start(self, ranks: int, columns: int) -> None:
         """Begin anew with a column for each layer, and a last one for parameters."""
         self._trained = np.zeros(columns)  # steps in which all ranks have trained it
-        self._in_row = np.zeros((ranks, columns))  # steps
+        self._in_row = np.zeros((ranks, columns))  # measured steps
+        self._began = np.zeros((ranks, columns))  # the first of them
         self._told = np.zeros((ranks, columns), dtype=bool)
         self._conditional = np.zeros(columns, dtype=bool)
         self._marks = np.zeros(ranks)  # which parameters it was in the step before
@@ -128,6 +129,7 @@ class ZeroLayers(Detector):
         zero[:, -1] &= (self._in_row[:, -1] == 0) | self._told[:, -1] | (marks == self._marks)  # no other experts
         self._marks = marks
         self._conditional |= ((self._in_row > 0) & ~zero & ~self._told).any(axis=0)
+        self._began = np.where(zero & (self._in_row == 0), record.step, self._began)
         self._in_row = np.where(zero, self._in_row + 1, 0)
         needed = np.where(self._trained >= _HABIT, _AGAIN, _HABIT)
         self._told = zero & (self._told | (self._in_row >= needed)) & ~self._conditional
@@ -138,7 +140,7 @@ class ZeroLayers(Detector):
         ranks = tuple(np.flatnonzero(self._told.any(axis=1)).tolist())
         columns = np.flatnonzero(self._told[:, :-1].any(axis=0))
         names = [] if evidence.layers is None else [evidence.layers.names[column] for column in columns]
-        since = record.step - int(self._in_row[self._told].max()) + 1
+        since = int(self._began[self._told].min())
         return [zero_layers(ranks, names, since, record, evidence)]
 
 

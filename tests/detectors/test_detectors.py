@@ -174,6 +174,16 @@ def test_a_zero_layer_is_no_second_finding_where_its_rank_has_no_gradient_at_all
         assert run.judge.step(run.record(scale=0.0), everything) == []
 
 
+def test_a_zero_layer_begins_at_a_measured_step() -> None:
+    run = Run(interval=5)
+    for step in range(5, 60, 5):
+        record = replace(run.record(), step=step)
+        events = run.judge.step(record, zero_in(1) if step >= 15 else zero_in())
+        if events:
+            break
+    assert "since step 15," in events[0].message
+
+
 def test_zero_layers_survive_a_resume() -> None:
     first, second = Run(), Run()
     assert first.steps(9, zero_in()) + first.steps(3, zero_in(1)) == []
