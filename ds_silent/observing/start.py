@@ -26,6 +26,7 @@ from ds_silent.distributed.parts import ranks_of
 from ds_silent.exchange.collectives import largest
 from ds_silent.exchange.layout import layout_of
 from ds_silent.extras import VERSION, installed, missing_sentence
+from ds_silent.framework import Framework
 from ds_silent.records import Event
 from ds_silent.text import Words
 
@@ -207,21 +208,21 @@ def agree_on_layout(
         _refuse(verdict, group, refusal, f"give every rank the same model and {words.config}")
     assert capture is not None
     if LIST_OF_TRAINABLE in verdict.sentence:
-        verdict = _by_parameter(verdict, group, dict(facts()), words, capture.framework.module)
+        verdict = _by_parameter(verdict, group, dict(facts()), words, capture.framework)
     return capture, _unlike(verdict, capture.step)
 
 
 def _by_parameter(
-    verdict: Verdict, group: dist.ProcessGroup, values: dict[str, Any], words: Words, module: nn.Module
+    verdict: Verdict, group: dist.ProcessGroup, values: dict[str, Any], words: Words, framework: Framework
 ) -> Verdict:
     """Ask again by parameters where their lists differ; return what was known where that names none.
 
     All ranks know that they differ, so all come.
     """
     values.pop(LIST_OF_TRAINABLE, None)
-    for name, one in module.named_parameters():
-        shape = "x".join(map(str, getattr(one, "ds_shape", one.shape)))  # DeepSpeed's of what ZeRO-3 holds in parts
-        values[f"{_PARAMETER}{name}"] = f"{'trainable' if one.requires_grad else 'frozen'}, {shape}"
+    values |= {f"{_PARAMETER}{name}": "frozen" for name, _ in framework.module.named_parameters()}
+    for name, shape in zip(framework.names, framework.shapes, strict=True):
+        values[f"{_PARAMETER}{name}"] = f"trainable, {'x'.join(map(str, shape))}"
     found = agree(group, "parameters", Statement(True, values=values, version=VERSION), words)
     if found.sentence is None or found.missing:
         return verdict

@@ -236,10 +236,11 @@ def _rounded_frequencies(framework: Framework) -> Breach | None:
 
 
 def _moment_that_stays(framework: Framework) -> Breach | None:
+    own, bf16 = set(map(id, framework.parameters)), torch.bfloat16  # masters in bf16 are a configuration's wish
     for optimizer in framework.optimizers():
         for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
-            beta, bf16 = number(group["betas"][1]), torch.bfloat16
-            low = any(parameter.dtype == bf16 for parameter in group["params"])
+            beta = number(group["betas"][1])
+            low = any(one.dtype == bf16 and id(one) in own for one in group["params"])
             if low and beta is not None and 0.0 < 1.0 - beta < torch.finfo(bf16).eps / 4:  # half of the last bit
                 message = (
                     f"{type(optimizer).__name__} keeps its second moment in bf16, as the weights are: {beta:g} times a "
