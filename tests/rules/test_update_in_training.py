@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ds_silent
 from ds_silent.frameworks.deepspeed.engine import base_optimizers
@@ -73,7 +74,7 @@ def train(directory: Path, names: list[str], wrong: bool) -> list[tuple[str, int
         events = [event for event in trace.events if event["kind"] == "update-mismatch"]
         moments = [event for event in events if event["where"] == "bf16 moments"]  # by their dtype: of no step
         events = [event for event in events if event not in moments]
-        assert [event["severity"] for event in moments] == ["info"] * (name == "ddp-bf16")
+        assert [event["severity"] for event in moments] == ["info"] * (name == "ddp-bf16" and not dist.get_rank())
         off = [event for event in trace.events if event["kind"] == "observer-off"]
         assert not off, off
         found.append(

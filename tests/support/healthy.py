@@ -188,7 +188,7 @@ class Setting:
     short: bool = False  # the last batch of an epoch has one row on some ranks
     steep: bool = False  # the loss is so steep that the first loss scales overflow
     quick: bool = False
-    noted: bool = False  # an information says what cannot be compared
+    noted: bool = False  # an information says what cannot be compared, or that bf16 moments never fall
 
     def __str__(self) -> str:
         return self.name
@@ -248,7 +248,8 @@ SETTINGS: tuple[Setting, ...] = (
     *_staged("fp16-dynamic", (1, 2, 3), top={"fp16": {"enabled": True, "initial_scale_power": 17,
              "hysteresis": 1}}, dtype="fp16", travels="fp16"),
     *_staged("bf16-states", (1, 2, 3), quick=(2,), top=BF16_STATES, dtype="bf16", travels="bf16"),
-    *_staged("bf16-model-without-block", (0,), quick=(0,), model=in_bf16, clipping=0.1, travels="bf16"),
+    *_staged("bf16-model-without-block", (0,), quick=(0,), model=in_bf16, clipping=0.1, travels="bf16",
+             noted=True),
     # buckets
     *_staged("small-buckets", (1, 2, 3), quick=(2,), zero={"reduce_bucket_size": 2000}),
     *_staged("not-contiguous", (1, 2, 3), zero={"contiguous_gradients": False}),
