@@ -16,7 +16,7 @@ from ds_silent.capture.breaches import text_of, unlike_of
 from ds_silent.capture.settings_check import same_draws, unlike
 from ds_silent.capture.untrained import Missed, reported
 from ds_silent.config import DetectorsConfig
-from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors, same_rows
+from ds_silent.detectors import Judge, broken, duplicate_data, reduction_errors, replica_errors, same_rows
 from ds_silent.detectors.batch_size import BatchSizeTest
 from ds_silent.detectors.finding import Finding
 from ds_silent.detectors.jump import JumpTest
@@ -123,7 +123,7 @@ def from_the_reduction(ranks: int) -> list[Finding]:
     found += reduction_errors.reduction(record, ReductionEvidence(check, layers=LAYERS, micro_batches=off))
     for parts in split:
         drift = Drift(LAYERS, parts, 5, 3)
-        found += reduction_errors.replicas(record, parts, drift)
+        found += replica_errors.replicas(record, parts, drift)
         found += reduction_errors.reduction(record, ReductionEvidence(received={0: parts, 5: parts}, layers=LAYERS))
     handed = tuple(1.0 + rank / 7 for rank in range(ranks))
     check = AggregateCheck(1e-9, 1.0, 1e-6)

@@ -33,8 +33,9 @@ from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, setting_fi
 from ds_silent.detectors.order import OrderTest, SameOrderTest
 from ds_silent.detectors.outlier import RankComparison
 from ds_silent.detectors.own_weight import OwnWeightTest
-from ds_silent.detectors.reduction_errors import ReductionErrors, ReplicaErrors
+from ds_silent.detectors.reduction_errors import ReductionErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
+from ds_silent.detectors.replica_errors import ReplicaErrors
 from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest, WholeDataTest
 from ds_silent.detectors.script_changes import HandedOnTest, ScriptHookFactors
 from ds_silent.measure.evidence import Evidence

@@ -1,7 +1,6 @@
-"""Report a reduction, an optimizer's input or a replica that is not what it must be. Facts and bounds, no baselines.
+"""Report a reduction or an optimizer's input that is not what it must be. Facts and bounds, no baselines.
 
-Thresholds are the rounding bounds of ``ds_silent.maths.rounding_bound``; bits that must be equal are compared as bits.
-Nobody is named where two ranks differ from each other and neither is more than half of all.
+Thresholds are the rounding bounds of ``ds_silent.maths.rounding_bound``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from ds_silent.maths.causes import Cause, MicroBatches
 from ds_silent.maths.rounding_bound import AggregateCheck
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.records import Event, EventKind, Score, StepRecord
-from ds_silent.replicas.compare import Drift
 from ds_silent.text import TORCH, Words, named
 
 SHOWN_LAYERS = 3
@@ -43,19 +41,6 @@ class ReductionErrors(Detector):
         self.scores = bounds(evidence.reduction)
         self.notes = tuple(notes(evidence.reduction, self._words))
         return reduction(record, evidence.reduction, self._words)
-
-
-class ReplicaErrors(Detector):
-    """Report replicas that differ. They are compared now and then: what was found stands until the next comparison."""
-
-    def __init__(self) -> None:
-        self._found: list[Finding] = []
-
-    def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        seen = evidence.reduction
-        if seen is not None and seen.replicas is not None:
-            self._found = replicas(record, seen.replicas, seen.drift)
-        return self._found
 
 
 def reduction(record: StepRecord, seen: ReductionEvidence | None, words: Words = TORCH) -> list[Finding]:
@@ -278,36 +263,6 @@ def _applied(record: StepRecord, seen: AppliedCheck, words: Words) -> list[Findi
         noisy = seen.noisy if len(seen.noisy) < world_size else ()
         add("applied", noisy, seen.relative_error, seen.bound, text, remedy)
     return findings
-
-
-def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
-    """Find replicas that differ in a comparison."""
-    if len(groups) < 2:
-        return []
-    odd = outvoted(groups)
-    if odd:
-        versions = f"{named(odd, record.world_size)} {'differs' if len(odd) == 1 else 'differ'} from the others."
-    else:
-        shown = "; ".join(named(group) for group in groups[:4])
-        versions = f"no group of equal ones is a majority ({shown}{'; …' if len(groups) > 4 else ''})."
-    message = f"The replicas hold different bits: {versions}"
-    where, since = "replica", record.step
-    if drift is not None and drift.names:
-        where = listed(drift.names, SHOWN_LAYERS)
-        message += f" They differ in {where}."
-        if drift.since is not None:
-            since = max(drift.since, 0)
-            first, which = since if drift.earliest is None else drift.earliest, f"that of step {since}"
-            if first != since:
-                before = "or they differed from the start" if since == 1 else "or an earlier one"
-                which = f"one of those of steps {first} to {since}" if first else f"{which} {before}"
-            message += f" The first update that left them apart was {which}."
-    remedy = (
-        "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
-        "a rank that skips updates, for code that writes weights on one rank only (an average put in, a checkpoint "
-        "loaded), for memory errors, and for parameters that are never reduced."
-    )
-    return [Finding(f"replicas {groups}", "replica-drift", "error", odd, where, None, None, message, remedy, since)]
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import Training, rows_per_batch
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
-from ds_silent.replicas.compare import batch_statistics_of
+from ds_silent.replicas.compare import BUFFER, batch_statistics_of
 from ds_silent.text import TORCH, Words, shown
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
@@ -332,7 +332,7 @@ def rest_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
 def buffers_of(module: nn.Module) -> Items:
     """Return buffers without running statistics of a batch, each rank's own unless they are synchronised."""
     own = set(map(id, batch_statistics_of(module)))
-    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
+    return [(f"{BUFFER}{name}", buffer) for name, buffer in module.named_buffers() if id(buffer) not in own]
 
 
 def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:

@@ -13,7 +13,8 @@ from ds_silent.config import EffectsConfig
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.lifecycle import Episodes, SettingsDetector, effects_of_settings, setting_findings
 from ds_silent.detectors.outlier import RankComparison
-from ds_silent.detectors.reduction_errors import reduction, replicas
+from ds_silent.detectors.reduction_errors import reduction
+from ds_silent.detectors.replica_errors import replicas
 from ds_silent.distributed.parts import Parts
 from ds_silent.measure.evidence import AppliedCheck, Evidence, ReductionEvidence
 from ds_silent.preflight.items import HOOKS

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_silent.detectors.reduction_errors import replicas as replicas_differ
+from ds_silent.detectors.replica_errors import replicas as replicas_differ
 from ds_silent.replicas.compare import Drift, Replicas
 from tests.support.distributed import run_distributed
 from tests.support.made_records import Run
