@@ -98,10 +98,10 @@ class NoGradient(Rule):
             found.append(Breach(key, "update-mismatch", "warning", where, message, remedy, self._since))
         if others:
             where, got = self._named(others)
-            message = f"{got}: no loss depends on them, and they stay what they are."
+            message = f"{got}: no loss depends on them, or the script takes it away. They are not trained."
             remedy = (
                 "If that is meant, do nothing; requires_grad_(False) says so. Else find where they are cut off: an "
-                "output that is not used, detach(), no_grad(), .data."
+                "output that is not used, detach(), no_grad(), .data, or grad = None behind the backward."
             )
             found.append(Breach("no gradient", "update-mismatch", "info", where, message, remedy, self._since))
         return tuple(found)
