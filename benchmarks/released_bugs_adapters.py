@@ -32,6 +32,48 @@ def scaled_adapters(watch: Watch) -> Found:
 
 
 @case
+def moved_adapters(watch: Watch) -> Found:
+    """LoRA in two of four layers, each of four experts: the share of the adapters that are in other layers."""
+    import peft
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import ds_silent
+
+    as_launched()
+    torch.manual_seed(SEED)
+    of_layer = [[nn.ModuleDict({"up": nn.Linear(8, 8)}) for _ in range(4)] for _ in range(4)]
+    layers = [nn.ModuleDict({"experts": nn.ModuleList(experts)}) for experts in of_layer]
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+        def forward(self, rows: Any) -> Any:
+            for layer in self.model["layers"]:
+                rows = rows + sum(expert["up"](rows).tanh() for expert in layer["experts"])
+            return rows
+
+    config = peft.LoraConfig(r=2, target_modules=["up"], layers_to_transform=[2, 3])
+    model = peft.get_peft_model(Experts(), config)
+    held = [name.split("layers.")[1] for name, one in model.named_modules() if getattr(one, "lora_A", None)]
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    observer = None if watch.block is None else ds_silent.attach(wrapped, optimizer=optimizer, config=watch.block)
+    torch.manual_seed(SEED + dist.get_rank())
+    for _ in range(STEPS):
+        wrapped(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if observer is not None:
+        observer.close()
+    moved = [name for name in held if name[0] not in "23"]
+    return Found((len(moved) / len(held),) * STEPS, f"{len(moved)} of {len(held)} adapters are in other layers")
+
+
+@case
 def unattended(watch: Watch) -> Found:
     """TRL's DPO that keeps the end of long rows: the share of each step's rows of which no token is attended."""
     import datasets

@@ -252,6 +252,15 @@ ADAPTERS = (
         parts="local",
     ),
     Bug(
+        "layers_to_transform takes an expert's number for the layer's",
+        "peft pull 3318",
+        "moved_adapters",
+        ("peft==0.19.1",),
+        ("peft==0.20.0",),
+        "update-mismatch",
+        parts="local",
+    ),
+    Bug(
         "DPO that keeps the end keeps padding and cuts the text",
         "TRL pull 3398",
         "unattended",
