@@ -173,7 +173,7 @@ CELLS: tuple[tuple[int, str, int, tuple[str, ...]], ...] = (
 HIT_BY: dict[str, tuple[str, tuple[str, ...], Any]] = {
     # fault of the first cell -> the functions without which it cannot be found, and what they say instead
     "contribution-missing": ("ds_silent.measure.reduction_check", ("explain",), Cause("noise", (0,))),
-    "update-skipped": ("ds_silent.detectors.reduction_errors", ("reduction", "replicas"), []),
+    "update-skipped": ("ds_silent.detectors", ("reduction_errors.reduction", "replica_errors.replicas"), []),
 }
 
 
