@@ -108,6 +108,15 @@ class HostCopy:
             self._host.copy_(self._source, non_blocking=True)
         self._copying = True
 
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the collective, for so long; return whether it is over. One that has failed is."""
+        until = time.monotonic() + seconds
+        while self._work is not None and not self._work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
     def result(self) -> Tensor:
         """Return the fp32 values; the copy was started a step ago."""
         if not self._on_host:

@@ -13,6 +13,7 @@ says "failed", made in advance because packing the observation may be what broke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -85,6 +86,13 @@ class Exchange(ABC):
         """Return :meth:`peek` with what ranks otherwise send one observation later; may run a collective."""
         return collective(self.peek)
 
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the observation posted last, for so long; return whether it has come."""
+        return self._step is None or all(copy.arrives(seconds) for copy in self._copies())
+
+    def _copies(self) -> Sequence[HostCopy]:
+        return self._rows.copies
+
     def under_way(self) -> list[Arrived]:
         """Return all not yet collected, without a further collective and without collecting it."""
         return [] if self._step is None else [self.peek()]
@@ -155,6 +163,9 @@ class ConstantSizeExchange(Exchange):
         self._sums_copy = HostCopy(self._sums)
         self._incomplete: Arrived | None = None  # lacks the ranks' late numbers
         self._late = torch.zeros(1 + layout.late, device=device)  # this rank's late numbers
+
+    def _copies(self) -> Sequence[HostCopy]:
+        return [*self._rows.copies, self._sums_copy]
 
     def _start(self, mine: Tensor, failed: float, collective: CollectiveCall) -> None:
         self._sums_copy.start(collective(lambda: self._add_up(failed)))

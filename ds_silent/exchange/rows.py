@@ -54,6 +54,7 @@ class AllGatherRows:
         self._group, self._width = group, layout.row
         self.received = torch.zeros(dist.get_world_size(group) * layout.row, device=device)
         self._copy_to_host = HostCopy(self.received)
+        self.copies = (self._copy_to_host,)  # that every rank waits for
 
     def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``mine``: (layout.row,) fp32."""
@@ -97,6 +98,7 @@ class HierarchicalGather:
         self._gathered: dist.Work | None = None  # these read buffers that are filled anew
         self._passed: dist.Work | None = None
         self._copy_to_host, self._extremes_copy = HostCopy(self.received), HostCopy(self.extremes)
+        self.copies = (self._extremes_copy,)  # that every rank waits for
 
     def start(self, mine: Tensor, leaves: bool, collective: CollectiveCall) -> None:
         """``leaves``: this rank does not wait for anything any more; where waiting takes the host, it passes nothing

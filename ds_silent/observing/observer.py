@@ -209,7 +209,8 @@ class Observer:
             error = error or (None if id(raised) == self._handled else raised)
             self._closed = True
             cleanup, steps = self._guard.cleanup, self._steps
-            cleanup(steps.publish_early, closed=True)
+            broken = error is not None and not (isinstance(error, SystemExit) and not error.code)
+            cleanup(steps.publish_early, closed=True, broken=broken)
             cleanup(lambda: self._publisher.last_words(self._capture.step))
             cleanup(steps.say_goodbye)
             cleanup(steps.stop, ended=True)

@@ -61,6 +61,7 @@ from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
 logger = logging.getLogger("ds_silent")
 
 
+_PATIENCE = 5.0  # seconds, in which ranks that are well send what they have measured
 _GOODBYE = Observation(Status(failed=LEFT))
 
 
@@ -235,9 +236,13 @@ class StepLoop:
         self._capture.moments.root(root, own)
         self.publisher.recorder.backward_begins()
 
-    def publish_early(self, closed: bool) -> None:
-        """Write what is under way, as far as it goes without the others. ``closed``: they come no more."""
-        for arrived in self._under_way() if self.observing else ():
+    def publish_early(self, closed: bool, broken: bool = False) -> None:
+        """Write what is under way, as far as it goes without the others.
+
+        ``closed``: they come no more. ``broken``: this rank alone may have ended, while the others wait for it in the
+        training's own collectives, and never send what is waited for here.
+        """
+        for arrived in self._under_way(_PATIENCE if broken else None) if self.observing else ():
             _, event = self.lockstep.of(arrived)
             if event is not None and event.kind == "observer-off":
                 if closed and not _all_leave(arrived):
@@ -247,8 +252,11 @@ class StepLoop:
                 self._guard.cleanup(self.publisher.recorder.report, event)
             self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
 
-    def _under_way(self) -> Iterator[Arrived]:
+    def _under_way(self, seconds: float | None) -> Iterator[Arrived]:
+        """Wait for what was posted last; for so long, if that is not None."""
         try:
+            if seconds is not None and not self._exchange.arrives(seconds):
+                raise TimeoutError(f"the others have sent nothing for {seconds:g} s")
             yield from self._exchange.under_way()
         except Exception as error:  # a peer is gone: what it did not send cannot be published
             self.unanswered = error

@@ -182,6 +182,40 @@ def test_an_optimizer_of_a_copy_is_told_while_it_steps(tmp_path: Path) -> None:
     assert "not of one that was copied" in said[0]
 
 
+RAISES_ALONE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(Heads())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    one, other = model(torch.randn(3, 4))  # raises on rank 1 at its second call, while rank 0 waits in its first backward
+    (one.square().mean() + (0 if dist.get_rank() else other.square().mean())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_raises_alone_ends_while_the_others_wait_for_it(tmp_path: Path) -> None:
+    """Its observer waited for what they never send: the launcher saw no end, and the job stood still."""
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, _, said = run(tmp_path, RAISES_ALONE, *ours)
+    assert status != 0
+    assert "Expected to have finished reduction in the prior iteration" in said
+    assert "the others have sent nothing for 5 s" in said
+
+
 def test_a_wrapper_that_is_never_called_is_said_soon_and_not_after_days(tmp_path: Path) -> None:
     """As a loss of sentence-transformers 6.2.0 calls the model inside: the ranks train apart from the first step on."""
     script = OF_A_COPY.replace(
