@@ -200,7 +200,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(Heads())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
-    one, other = model(torch.randn(3, 4))  # raises on rank 1 at its second call, while rank 0 waits in its first backward
+    one, other = model(torch.randn(3, 4))  # raises on rank 1 at its second call; rank 0 waits in its first backward
     (one.square().mean() + (0 if dist.get_rank() else other.square().mean())).backward()
     optimizer.step()
     optimizer.zero_grad()
