@@ -235,9 +235,10 @@ def _check(run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tupl
     if own:
         worst = own[0]
         state = _STATES[worst.severity]
-        if state == "noted":  # or as bad as what it follows from, for which another check has failed
-            follows = {group.follows for group in own}
-            state = next((_STATES[one.severity] for one in run.events.groups() if one.name in follows), "noted")
+        if state == "noted":  # or one is as bad as what it follows from, for which another check has failed
+            causes = {one.name: one for one in reversed(run.events.groups())}
+            worst = next((group for group in own if group.follows in causes), worst)
+            state = _STATES[causes.get(worst.follows, worst).severity]
         if state != "noted" or not unobserved:
             who = run.who(worst)
             why = f"{worst.kind}{f', {who[0].lower()}{who[1:]}' if who else ''}"

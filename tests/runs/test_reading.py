@@ -380,6 +380,19 @@ FOLLOWING = "Follows from the aggregation-error of step 10 (applied gradient): T
 LATER = event(30, "replica-drift", message="They were left apart by that of step 10.", where="weight")
 
 
+def test_a_note_before_a_consequence_does_not_date_it(tmp_path: Path) -> None:
+    """Buffers that move were noted at step 3, and the drift of step 12 was said to be of step 3."""
+    cause = event(11, "config-mismatch", where="learning rate")
+    drift = event(12, "replica-drift", "info", where="weight", follows="config-mismatch (learning rate)")
+    note = event(3, "replica-drift", "info", "Buffers move.", ranks=(), where="buffer mean")
+    [check] = [
+        one
+        for one in verdict_of(read_run(write(tmp_path, events=(note, cause, drift)))).checks
+        if one.name == "Replicas"
+    ]
+    assert (check.state, check.why) == ("failed", "replica-drift, rank 2, step 12")
+
+
 LEFT = event(12, "replica-drift", "info", FOLLOWING, where="weight", follows="aggregation-error (applied gradient)")
 
 
