@@ -77,10 +77,9 @@ def deal_of(source: Any, ranks: int) -> Deal:
 def _unseeded(sampler: Any) -> bool:
     """Tell whether it shuffles by a generator of its own whose seed is the one that torch gives to each new one."""
     shuffles = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
-    own = (
-        None if hasattr(sampler, "initial_seed") else getattr(sampler, "generator", None)
-    )  # accelerate's seeds it late
-    return shuffles and own is not None and own.initial_seed() == torch.Generator().initial_seed()
+    seeds_late = hasattr(sampler, "initial_seed")  # accelerate's, as a pass begins
+    own = getattr(sampler, "generator", None)
+    return shuffles and not seeds_late and own is not None and own.initial_seed() == torch.Generator().initial_seed()
 
 
 def _as_it_likes(name: str) -> Deal:

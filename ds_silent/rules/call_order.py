@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -110,12 +111,24 @@ _CLIPPED = {
 """Message and remedy of each."""
 
 
+@dataclass
+class _InARow:
+    """Count steps in a row at which something is wrong, and keep the number of the first."""
+
+    times: int = 0
+    since: int = 0
+
+    def count(self, wrong: bool, step: int) -> None:
+        self.times = self.times + 1 if wrong else 0
+        if self.times == 1:
+            self.since = step
+
+
 class _WrongSteps(Rule):
-    """Count the optimizers' steps in a row at which something is wrong, and keep the number of the first."""
+    """Count the optimizers' steps in a row at which something is wrong."""
 
     def __init__(self, framework: Framework):
-        self._framework = framework
-        self._times = self._since = 0
+        self._framework, self._row = framework, _InARow()
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at what each step finds."""
@@ -126,9 +139,7 @@ class _WrongSteps(Rule):
         raise NotImplementedError
 
     def _count(self, wrong: bool) -> None:
-        self._times = self._times + 1 if wrong else 0
-        if self._times == 1:
-            self._since = self._framework.step
+        self._row.count(wrong, self._framework.step)
 
     @property
     def _by_all(self) -> int:
@@ -149,14 +160,14 @@ class EmptyStep(_WrongSteps):
         self._count(not (closure or any(one.grad is not None or id(one) not in self._own for one in held)))
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._times < self._by_all:
+        if self._row.times < self._by_all:
             return ()
         message = (
-            f"Each optimizer.step() since step {self._since} finds no gradient in any parameter, although the backward "
-            "has brought some: they are cleared before the step, and nothing is trained."
+            f"Each optimizer.step() since step {self._row.since} finds no gradient in any parameter, although the "
+            "backward has brought some: they are cleared before the step, and nothing is trained."
         )
         remedy = "Call zero_grad() behind optimizer.step(), or before the first backward of a step, and not between."
-        return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._since),)
+        return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._row.since),)
 
 
 class ScaledStep(_WrongSteps):
@@ -167,7 +178,7 @@ class ScaledStep(_WrongSteps):
         self._unscaled: set[int] = set()  # ids of the optimizers whose next step is right
         self._inside = self._by_hand = False  # of GradScaler.step; the script has asked for the scale
         self._half = False  # the newest training forward began in fp16
-        self._bare = self._bare_since = 0  # steps of such forwards in a row without a scale; the first
+        self._bare = _InARow()  # steps of such forwards without a scale
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each of a GradScaler's calls, and at each step."""
@@ -205,33 +216,31 @@ class ScaledStep(_WrongSteps):
         self._unscaled.discard(id(optimizer))
         self._count(not right)
         bare = self._half and scaled is False and not (self._inside or self._by_hand)
-        self._bare = self._bare + 1 if bare else 0
-        if self._bare == 1:
-            self._bare_since = self._framework.step
+        self._bare.count(bare, self._framework.step)
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._bare >= self._by_all:
+        if self._bare.times >= self._by_all:
             message = (
-                f"The forward runs in fp16 (autocast) and nothing scales the loss, since step {self._bare_since}: "
+                f"The forward runs in fp16 (autocast) and nothing scales the loss, since step {self._bare.since}: "
                 "a gradient below 3e-8 is 0 in fp16."
             )
             remedy = (
                 "Use torch.amp.GradScaler, or autocast to bfloat16, which needs none. Do nothing if the script "
                 "multiplies its loss by a scale of its own."
             )
-            return (Breach("bare", "update-mismatch", "info", "GradScaler", message, remedy, self._bare_since),)
-        if self._times < _TIMES:
+            return (Breach("bare", "update-mismatch", "info", "GradScaler", message, remedy, self._bare.since),)
+        if self._row.times < _TIMES:
             return ()
         message = (
             f"The gradients of a loss that GradScaler.scale has multiplied are applied as they are, since step "
-            f"{self._since}: optimizer.step() is called instead of scaler.step(optimizer), and nothing divides by the "
-            "scale."
+            f"{self._row.since}: optimizer.step() is called instead of scaler.step(optimizer), and nothing divides by "
+            "the scale."
         )
         remedy = (
             "Call scaler.step(optimizer) and scaler.update(); to clip, call scaler.unscale_(optimizer) before. bf16 "
             "needs no scaler."
         )
-        return (Breach("scaled", "update-mismatch", "warning", "GradScaler", message, remedy, self._since),)
+        return (Breach("scaled", "update-mismatch", "warning", "GradScaler", message, remedy, self._row.since),)
 
 
 class StaleCasts(_WrongSteps):
@@ -243,7 +252,7 @@ class StaleCasts(_WrongSteps):
         super().connect(patches, safely)
 
     def _left(self) -> None:
-        self._times = 0
+        self._row.times = 0
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         first = next(iter(self._framework.parameters), None)
@@ -253,11 +262,11 @@ class StaleCasts(_WrongSteps):
             self._count(True)
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._times <= self._by_all:
+        if self._row.times <= self._by_all:
             return ()
         message = (
-            f"One autocast lies around forwards and steps since step {self._since}: it keeps the weights as it has "
-            "cast them first, so that each forward since uses those of that step."
+            f"One autocast lies around forwards and steps since step {self._row.since}: it keeps the weights as it "
+            "has cast them first, so that each forward since uses those of that step."
         )
         remedy = "Put autocast around the forward alone, or set cache_enabled=False."
-        return (Breach("autocast", "weights-mismatch", "warning", "autocast", message, remedy, self._since),)
+        return (Breach("autocast", "weights-mismatch", "warning", "autocast", message, remedy, self._row.since),)

@@ -40,7 +40,7 @@ class RecomputedDraws(Rule):
             patches.wrap(checkpoint, _OTHER, partial(self._other, safely))
 
     def _reentrant(self, safely: _Safely, original: Callable[..., Any], context: Any, function: Any, *args: Any) -> Any:
-        before = None if not args or args[0] else safely(self._states)
+        before = None if not args or args[0] else safely(self._before)
         result = original(context, function, *args)
         safely(self._look, before)
         return result
@@ -60,7 +60,7 @@ class RecomputedDraws(Rule):
     def _around(self, safely: _Safely, steps: Any) -> Iterator[None]:
         """Do as torch's generator does, which waits at its one ``yield`` while the function runs."""
         next(steps)
-        before = safely(self._states)
+        before = safely(self._before)
         try:
             yield
         except BaseException as error:
@@ -69,15 +69,14 @@ class RecomputedDraws(Rule):
         safely(self._look, before)
         next(steps, None)
 
-    def _states(self) -> list[torch.Tensor] | None:
+    def _before(self) -> list[torch.Tensor] | None:
         if not self._left or torch.compiler.is_compiling():
             return None
         self._left -= 1
-        return [torch.get_rng_state(), *([] if kind() == "cpu" else [generator_state()])]
+        return _states()
 
     def _look(self, before: list[torch.Tensor] | None) -> None:
-        now = [] if before is None else [torch.get_rng_state(), *([] if kind() == "cpu" else [generator_state()])]
-        if any(not torch.equal(one, other) for one, other in zip(before or (), now, strict=True)):
+        if before is not None and not all(map(torch.equal, before, _states())):
             self._since, self._left = self._framework.step, 0
 
     def breaches(self) -> tuple[Breach, ...]:
@@ -93,3 +92,8 @@ class RecomputedDraws(Rule):
         )
         where = "activation checkpointing"
         return (Breach("recomputed", "update-mismatch", "warning", where, message, remedy, self._since),)
+
+
+def _states() -> list[torch.Tensor]:
+    """Return those of torch's generators, on the host."""
+    return [torch.get_rng_state(), *([] if kind() == "cpu" else [generator_state()])]
