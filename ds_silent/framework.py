@@ -91,7 +91,7 @@ class StepCounts:
     rows: int = 0  # consumed by all ranks until the last step
     last_rows: int = 0  # of this rank, in the step that was taken last
     skipped: bool = False  # the optimizer left that step out, for infinities
-    left_out: bool = False  # the script did, by clearing its gradient: on all ranks alike that is no fault
+    left_out: bool = False  # the script did, by clearing its gradient, or is about to: on all ranks alike no fault
     partly: bool = False  # some of its optimizers stepped, others did not
     scaled: bool | None = None  # a GradScaler has multiplied the loss of its newest backward; None: nobody looks
     unreduced: bool = False  # micro-batches of the step under way have come, and nothing has reduced them

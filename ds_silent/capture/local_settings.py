@@ -28,7 +28,7 @@ from ds_silent.capture.objective import LocalObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Untrained
 from ds_silent.device import generator_state
 from ds_silent.exchange.observation import Code
-from ds_silent.framework import Framework
+from ds_silent.framework import Framework, StepCounts
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.patches import Patches
 from ds_silent.patches.script_hooks import ScriptHooks
@@ -96,6 +96,7 @@ class LocalSettings:
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Any]], framework: Framework | None = None):
         self._optimizers = optimizers
         self._hooks = ScriptHooks() if framework is None else framework.script_hooks
+        self._counts = StepCounts() if framework is None else framework.counts
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
         self._parameter_names = [name for name, _ in module.named_parameters()]
@@ -144,7 +145,11 @@ class LocalSettings:
             self.draws, self._state = short_hash(used) if used else 0.0, ()
 
     def code(self, step: int) -> Code[float | Tensor]:
-        """Hash the settings of ``step``, between its reduction and its optimizer, without waiting for a device."""
+        """Hash the settings of ``step``, between its reduction and its optimizer, without waiting for a device.
+
+        Where the script clears the gradient and leaves the step out, its scheduler has set the next step's rate by now:
+        the hyper-parameters are not known.
+        """
         if not self._modes:
             self.look_at_modes()
         self.objective.measured(step)
@@ -154,12 +159,13 @@ class LocalSettings:
         while len(self._looks) > _REMEMBERED:
             del self._looks[next(iter(self._looks))]
         on_device: float | Tensor = 0.0
-        if look.on_device:
+        known = not self._counts.left_out
+        if look.on_device and known:
             values = torch.stack([value.detach().float().reshape(()) for value in look.on_device])
             on_device = (values * torch.arange(1, 1 + len(values), device=values.device)).sum()
             on_device = on_device.nan_to_num(nan=-1.0)  # NaN never equals NaN
         return Code(
-            hyper_parameters=self._hashed("hyper_parameters", (look.hyper_parameters, look.holdings)),
+            hyper_parameters=self._hashed("hyper_parameters", (look.hyper_parameters, look.holdings)) if known else 0.0,
             device_hyper_parameters=on_device,
             training_modes=self._hashed("training_modes", look.modes),
             trainable=self._hashed("trainable", (look.trainable, look.missed) if any(look.missed) else look.trainable),

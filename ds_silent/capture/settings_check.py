@@ -24,7 +24,16 @@ from functools import partial
 
 from torch import Tensor
 
-from ds_silent.capture.local_settings import INPUTS, LABELS, OBJECTIVE, PICKED, SCALES, TRAINS, LocalSettings
+from ds_silent.capture.local_settings import (
+    HYPER_PARAMETERS,
+    INPUTS,
+    LABELS,
+    OBJECTIVE,
+    PICKED,
+    SCALES,
+    TRAINS,
+    LocalSettings,
+)
 from ds_silent.capture.same_objective import SameObjective
 from ds_silent.capture.untrained import NOTHING, Missed, Unlike, reported
 from ds_silent.distributed.guard import CollectiveGuard
@@ -117,6 +126,7 @@ GROUPS = {
         kinds=("hooks",),
         items=(HOOKS,),
         event="outlier-rank",
+        effects=("aggregation-error",),  # one that runs behind the observer's changes what it has measured
     ),
     "labels": _Group(
         "places of the labels",
@@ -182,8 +192,10 @@ class SettingsCheck:
                 outcome = compare(items, framework.group, framework.device, guard.collective)
                 hooks = next((one.texts for one in outcome.items if one.item.name == ALL_HOOKS), ())
                 whole = [text for text in hooks if len(text) < TEXT_BYTES]
-                left_out = {ALL_HOOKS} if lacks_hook(whole) else {ALL_HOOKS, HOOKS}
-                events = [event for event in events_of(outcome, arrived.step) if event.where not in left_out]
+                untold = {ALL_HOOKS} if lacks_hook(whole) else {ALL_HOOKS, HOOKS}
+                if not arrived.known.code.hyper_parameters.all():  # a rank leaves the step out
+                    untold.update(HYPER_PARAMETERS.values())
+                events = [event for event in events_of(outcome, arrived.step) if event.where not in untold]
                 told = mismatches_of(events, arrived.known, outcome.world_size)
                 self._answer = told or (() if set(self._asked) == {"hooks"} else self._answer)
         self._missed = self._missed_by_all(arrived)

@@ -193,7 +193,8 @@ class Episodes:
         """Return the events of this step, given everything that is wrong at this step."""
         events = []
         effects = tuple(effect for finding in findings for effect in finding.effects)
-        causes_first = sorted(findings, key=lambda one: (one.key.startswith(effects), one.kind != "config-mismatch"))
+        follows = {finding.key for finding in findings if finding.key.startswith(effects) or finding.kind in effects}
+        causes_first = sorted(findings, key=lambda one: (one.key in follows, one.kind != "config-mismatch"))
         present = {self._key(finding): finding for finding in causes_first}
         for key, finding in present.items():
             episode = self._active.get(key)

@@ -232,8 +232,9 @@ class TorchLoop:
         self._begin_to_end()
         self._moments.pre_optimizer_step(optimizer, args, kwargs)
 
-    def _begin_to_end(self) -> None:
+    def _begin_to_end(self, left_out: bool = False) -> None:
         if self._stepped is None:
+            self._counts.left_out = left_out
             self._backward_ended()
             self._uncleared = self._uncleared or self._accumulated
             self._stepped, self._reduced, self._accumulated = set(), False, False
@@ -262,7 +263,7 @@ class TorchLoop:
             self._came.clear()
             self._moments.on_gradient_dropped()
         elif self._stepped is None and self._reduced:
-            self._begin_to_end()
+            self._begin_to_end(left_out=True)
             self._ended(left_out=True)
         self._uncleared = False
 

@@ -8,6 +8,7 @@ verdict.checks         # of each its name, its state and why
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,10 @@ _DEALING = ("duplicate-data", "data-order-mismatch", "low-coverage")
 _PREFLIGHT = ("initial-weights-mismatch", "seed-mismatch", "config-mismatch", *_DEALING)
 _ROWS = (*_DEALING, "same-order", "batch-size-mismatch", "batch-suspect")
 _REDUCTION = ("aggregation-error", "unreduced-gradient")
+_RULES = ("objective-mismatch", "update-mismatch", "weights-mismatch", "batch-suspect")
+"""Kinds of many faults each: what one says of itself is worth more than what can be said of all."""
+_STATEMENT = re.compile(r"(?:\([^()]*\)|(?!(?:, since step| \(step|[.:;](?:\s|$)))[^()])+")
+_LONGEST = 160  # characters
 _SETTINGS = ("config-mismatch", "seed-mismatch", "objective-mismatch", "update-mismatch", "weights-mismatch")
 
 
@@ -143,29 +148,40 @@ def _what(group: EventGroup, run: RunRecords) -> str:
     who = run.who(group)
     everybody = who.startswith(("All", "Both"))
     one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
+    if group.kind in _RULES and not who and (own := _headline(group.message)):
+        return own
     if group.kind == "aggregation-error" and APPLIED in group.where:
-        said = "What the optimizer applied is not the reduced gradient"
-    elif group.kind == "observer-off" and group.severity == "error" and who:
+        said = _headline(group.message) or "What the optimizer applied is not the reduced gradient"
+        whose, plain = f"{who[:1].lower()}{who[1:]}", named(group.ranks, run.world_size) if who else ""
+        return said.replace(plain, whose, 1) if plain in said else f"{said} ({whose})"
+    if group.kind == "observer-off" and group.severity == "error" and who:
         verb = "are" if group.total > 1 else "is"
         return f"{who} {verb} out of step with the rest, and nothing is known after that"
-    elif group.where == "hooks on gradients":
+    if group.where == "hooks on gradients":
         whose = f" ({who[0].lower()}{who[1:]})" if who and not everybody else ""
         return f"A hook changes gradients on some ranks alone{whose}"
-    elif group.kind == "zero-gradient" and group.where not in ("", "gradient"):
+    if group.kind == "zero-gradient" and group.where not in ("", "gradient"):
         one, many = (f"{verb} a gradient of zero in {group.where}" for verb in ("has", "have"))
         if group.where == "parameters":
             one, many = (f"{verb} no gradient for some parameters that other ranks train" for verb in ("gets", "get"))
         return f"{who} {many if group.total > 1 else one}"
-    elif group.first == 0 and group.kind in _BEFORE and not everybody:
+    if group.first == 0 and group.kind in _BEFORE and not everybody:
         one, said = _BEFORE[group.kind]
         return f"{who} {one}" if who and group.ranks_total < 2 else said
-    elif group.kind == "outlier-rank" and everybody:  # there are no others
+    if group.kind == "outlier-rank" and everybody:  # there are no others
         return "The two ranks disagree" if who.startswith("Both") else f"{who} disagree"
-    elif everybody and group.kind in _AMONG_ALL:
+    if everybody and group.kind in _AMONG_ALL:
         return _AMONG_ALL[group.kind]
-    elif who and one:
+    if who and one:
         return f"{who} {many if group.total > 1 else one}"
     return f"{said} ({who[0].lower()}{who[1:]})" if who else said
+
+
+def _headline(message: str) -> str:
+    """Return the statement that an event begins with, without its step; nothing where that is long."""
+    stated = _STATEMENT.match(message)
+    words = stated[0].rstrip(" ,") if stated else ""
+    return words if len(words) <= _LONGEST else ""
 
 
 def _when(group: EventGroup, now: EventGroup | None) -> str:

@@ -16,9 +16,10 @@ from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
 from tests.support.distributed import run_distributed
 
 STEPS, LEFT_OUT = 6, 3
-CASES = {  # FSDP2?, where zero_grad is called
-    "ddp": (False, "behind the step"),
-    "fsdp2": (True, "before the forward"),
+CASES = {  # FSDP2?, where zero_grad is called, is a scheduler stepped before it
+    "ddp": (False, "behind the step", False),
+    "fsdp2": (True, "before the forward", False),
+    "behind a scheduler": (False, "behind the step", True),
 }
 
 
@@ -28,10 +29,11 @@ def train(directory: str) -> dict[tuple[str, bool], Any]:
     return {case: train_once(Path(directory, "-".join(map(str, case))), *CASES[case[0]], case[1]) for case in cases}
 
 
-def train_once(folder: Path, sharded: bool, cleared: str, everywhere: bool) -> Any:
+def train_once(folder: Path, sharded: bool, cleared: str, scheduled: bool, everywhere: bool) -> Any:
     model, optimizer = build_fsdp2(FSDP2Case()) if sharded else build(DDPCase())
     block = {"output_dir": str(folder), "tensorboard": False, "preflight": False, "integrity": {"replica_interval": 0}}
     generator = torch.Generator().manual_seed(dist.get_rank())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
     with ds_silent.observe(model, optimizer, config=block):
         for step in range(1, STEPS + 1):
@@ -40,6 +42,8 @@ def train_once(folder: Path, sharded: bool, cleared: str, everywhere: bool) -> A
             model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
             if step != LEFT_OUT or not (everywhere or dist.get_rank() == 1):
                 optimizer.step()
+            if scheduled:
+                scheduler.step()
             if cleared != "before the forward":
                 optimizer.zero_grad()
     if dist.get_rank():
@@ -61,6 +65,7 @@ def test_on_one_rank_it_is_told_and_the_observation_goes_on(name: str, told: dic
     first = events[0]
     assert (first["kind"], first["step"], first["ranks"]) == ("aggregation-error", LEFT_OUT, [1]), first
     assert "did not step, although others' did" in first["message"]
+    assert not [event for event in events if event["where"] == "learning rate"]
 
 
 @pytest.mark.parametrize("name", CASES)

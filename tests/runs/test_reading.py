@@ -326,6 +326,31 @@ def test_every_kind_that_is_an_alarm_has_its_own_sentence(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize(
+    ("kind", "ranks", "where", "message", "said"),
+    [
+        (
+            "update-mismatch", (), "bf16 moments", "Adam (torch 2.9: a note) forgets, since step 3: it never falls.",
+            "Adam (torch 2.9: a note) forgets, since step 3 (found at step 10)",
+        ),
+        ("objective-mismatch", (), "loss", "A loss is given probabilities. So it is.",
+         "A loss is given probabilities, since step 10"),
+        ("update-mismatch", (2,), "decay", "On rank 2: weights decay.",
+         "Rank 2 does not train what it should, since step 10"),
+        ("batch-suspect", (), "batch", "x" * 200 + ". y", "The batches cannot be meant so, since step 10"),
+        ("aggregation-error", (), "applied gradient", "The optimizer applied 1.3 times it. (step 10)",
+         "The optimizer applied 1.3 times it, since step 10"),
+        ("aggregation-error", (2,), "applied gradient", "The optimizer of rank 2 did not step. (step 10)",
+         "The optimizer of rank 2 did not step, since step 10"),
+    ],
+)  # fmt: skip
+def test_a_kind_of_many_faults_is_told_by_its_own_words(
+    kind: str, ranks: tuple[int, ...], where: str, message: str, said: str, tmp_path: Path
+) -> None:
+    run = read_run(write(tmp_path, events=(event(10, kind, ranks=ranks, where=where, message=message),)))
+    assert verdict_of(run).sentence == f"{said}."
+
+
+@pytest.mark.parametrize(
     ("ranks", "where", "said"),
     [
         ((2,), "gradient", "Rank 2 has a gradient of zero in all parameters"),
@@ -373,7 +398,7 @@ def test_since_when_is_what_the_message_knows(tmp_path: Path) -> None:
 
 APPLIED = {"ranks": (2,), "where": "applied gradient"}
 SKIPPED = (
-    event(10, "aggregation-error", message="Rank 2 did not step.", **APPLIED),
+    event(10, "aggregation-error", message="The optimizer of rank 2 did not step. (step 10)", **APPLIED),
     event(12, "aggregation-error", "info", "Ended: aggregation-error, from step 10 to step 11.", **APPLIED),
 )
 FOLLOWING = "Follows from the aggregation-error of step 10 (applied gradient): That of step 10 left them apart."
@@ -414,7 +439,7 @@ def test_a_fault_is_not_over_while_what_it_left_behind_is_open(
     events: tuple[Event, ...], over: bool, tmp_path: Path
 ) -> None:
     sentence = verdict_of(read_run(write(tmp_path, events=(*SKIPPED, *events)))).sentence
-    assert sentence.startswith("What the optimizer applied is not the reduced gradient (rank 2), ")
+    assert sentence.startswith("The optimizer of rank 2 did not step, ")
     assert sentence.endswith("from step 10 to 11.") == over
     assert ("since step 10, now as " in sentence) == (not over)
 
