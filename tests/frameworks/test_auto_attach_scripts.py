@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.frameworks.test_auto_attach import ROOT, block, check, run
 from tests.support.interpreter import interpreter
 
@@ -134,6 +136,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_forward_that_is_called_past_the_hooks_is_observed(tmp_path: Path) -> None:
     """Barlow Twins and VICReg: once nothing was observed, and its gradients were said not to be reduced."""
     plain = trained_alike(tmp_path, PAST_CALL)
@@ -167,6 +170,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_a_module_that_is_wrapped_anew_is_another_training(tmp_path: Path) -> None:
     """Once the first stage's observer went on beside the second one's, with the norm of its own parameters alone."""
     trained_alike(tmp_path, WRAPPED_ANEW)

@@ -199,6 +199,7 @@ def test_a_mistake_ends_all_ranks_with_one_sentence(cases: Cases, name: str, sai
     assert said in sentences[0]
 
 
+@pytest.mark.long
 def test_what_broke_a_run_off_is_in_its_records(cases: Cases) -> None:
     assert cases.found["broken"] == {"code": 2}
     [facts] = [json.loads(path.read_text()) for path in (cases.directory / "broken").rglob("run.json")]
@@ -207,11 +208,13 @@ def test_what_broke_a_run_off_is_in_its_records(cases: Cases) -> None:
     assert json.loads(of_whole.read_text())["ended"]["error"] is None
 
 
+@pytest.mark.long
 def test_a_signal_on_one_rank_saves_and_stops_all_at_the_same_step(cases: Cases) -> None:
     assert cases.found["parts"] == {"steps": HALF, "stopped": True}
     assert not list((cases.directory / "parts").glob(f"checkpoints/checkpoint-[!{HALF}]"))
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(cases: Cases) -> None:
     assert cases.found["whole"] == cases.found["resumed"] == {"steps": STEPS, "stopped": False}
     assert cases.lines("parts") == cases.lines("whole")
@@ -219,6 +222,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(cases: Cases) -> Non
     assert whole.read_bytes() == parts.read_bytes()
 
 
+@pytest.mark.long
 def test_the_records_of_a_resumed_run_are_continuous(cases: Cases) -> None:
     whole, parts = (
         [json.loads(line) for line in (cases.directory / name / "metrics.jsonl").read_text().splitlines()]
@@ -230,12 +234,14 @@ def test_the_records_of_a_resumed_run_are_continuous(cases: Cases) -> None:
     assert parts == whole
 
 
+@pytest.mark.long
 def test_the_log_has_every_step_and_the_linear_decay(cases: Cases) -> None:
     lines = [line for line in cases.lines("whole") if "lr" in line]
     assert [line["lr"] for line in lines] == pytest.approx([1e-3 * (1 - step / STEPS) for step in range(STEPS)])
     assert [line["step"] for line in cases.lines("whole") if "eval_loss" in line] == [HALF, STEPS]
 
 
+@pytest.mark.long
 def test_the_observer_and_the_trainer_agree_on_the_loss(cases: Cases) -> None:
     records = [json.loads(line) for line in (cases.directory / "whole" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in cases.lines("whole") if "loss" in line]
@@ -243,6 +249,7 @@ def test_the_observer_and_the_trainer_agree_on_the_loss(cases: Cases) -> None:
     assert records[-1]["epoch"] == pytest.approx(STEPS * 8 / (4096 - 10))
 
 
+@pytest.mark.long
 def test_the_preflight_knows_the_sampler_that_the_script_makes(cases: Cases) -> None:
     found = json.loads((cases.directory / "whole" / "preflight.json").read_text())
     items = {item["name"]: item for item in found["items"] if item["group"] == "sampler"}
@@ -254,10 +261,12 @@ def test_the_preflight_knows_the_sampler_that_the_script_makes(cases: Cases) -> 
     assert ("data-order-mismatch", 0) in {(event["kind"], event["step"]) for event in events}
 
 
+@pytest.mark.long
 def test_a_finished_run_has_nothing_left(cases: Cases) -> None:
     assert cases.found["nothing-left"] == {"steps": STEPS, "stopped": False}
 
 
+@pytest.mark.long
 def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -271,6 +280,7 @@ def test_the_saved_model_is_loaded_by_transformers(cases: Cases) -> None:
     assert all(changed)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SUBSET.is_file(), reason="the shared Alpaca rows are not here")
 def test_the_loss_on_alpaca_falls(cases: Cases) -> None:
     losses = [line["loss"] for line in cases.lines("alpaca") if "loss" in line]
