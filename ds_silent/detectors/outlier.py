@@ -27,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -259,6 +259,11 @@ def _column(values: Sequence[float] | None, ranks: int) -> Array:
 
 # -- in words ----------------------------------------------------------------------------------------------------------
 
+_UNLESS_DEALT = (
+    'If rows are dealt to the ranks at random, write "detectors": {"dealt": "random"}: then this is an alarm.'
+)
+_Said = TypeVar("_Said", Event, Finding)
+
 
 def message_of(rank: int, flag: Flag, random: bool) -> str:
     """Return a flagged rank's sentences; ``random``: whether rows are dealt at random."""
@@ -294,6 +299,11 @@ def note_of(step: int, rank: int, flag: Flag, random: bool) -> Event:
     """Return the note of a change that the rank's rows may have caused."""
     message, place = message_of(rank, flag, random), (tuple(flag.ranks), flag.where, flag.score, flag.threshold)
     return Event(step, "outlier-rank", "info", *place, message, f"Look at {flag.look_at}.")
+
+
+def _unless_dealt(said: _Said) -> _Said:
+    """Let a note say what makes an alarm of it."""
+    return replace(said, remedy=f"{said.remedy} {_UNLESS_DEALT}") if said.severity == "info" else said
 
 
 def finding_of(rank: int, flag: Flag, random: bool) -> Finding:
@@ -333,6 +343,9 @@ class RankComparison(Detector):
             single = layers.step(record.step, evidence.layers, evidence.label_tokens, random, outlier.weigher.plain)
             self.scores = (*outlier.scores, *layers.scores)
             self.notes = tuple(self._new_notes(record.step, (*outlier.notes, *layers.notes)))
+            if evidence.dealt == "unknown":
+                self.notes = tuple(_unless_dealt(note) for note in self.notes)
+                whole, single = ([_unless_dealt(one) for one in found] for found in (whole, single))
         untrained = {rank for finding in before if finding.key.startswith("stale:") for rank in finding.ranks}
         found = self._one_of_each(whole, single, untrained)
         if not evidence.crosses:

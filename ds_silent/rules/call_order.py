@@ -40,7 +40,7 @@ class Clipping(Rule):
         self._own = set(map(id, framework.parameters))
         self._stepped: dict[int, Any] = {}  # optimizers, since the last backward, by id
         self._reads = 0
-        self._times = dict.fromkeys(_CLIPPED, 0)
+        self._rows = {how: _InARow() for how in _CLIPPED}
         self._found: dict[str, Breach] = {}
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -73,19 +73,21 @@ class Clipping(Rule):
         behind, local = applied and applied.issuperset(map(id, given)), self._framework.counts.unreduced and not applied
         how = "behind" if behind else "local" if local else "to 0" if max_norm == 0.0 else None
         if how is None:  # the last one of an accumulation may be right
-            self._times["behind"] = self._times["to 0"] = 0
+            for one in ("behind", "to 0"):
+                self._rows[one].times = 0
             return
         if how in self._found or self._reads == _READS or not math.isfinite(max_norm) or type(total_norm) is not Tensor:
             return  # a norm that lies in shards is a collective to read
         self._reads += 1
         norm = float(total_norm)
-        self._times[how] += norm > max_norm
-        if self._times[how] >= _TIMES:
+        row = self._rows[how]
+        if norm > max_norm:
+            row.count(True, self._framework.step - (how == "behind"))
+        if row.times >= _TIMES:
             clipped = f"a norm of {norm:.3g} to {max_norm:.3g}"
-            message, remedy = (text.format(clipped=clipped) for text in _CLIPPED[how])
-            since = self._framework.step
+            message, remedy = (text.format(clipped=clipped, since=row.since) for text in _CLIPPED[how])
             self._found[how] = Breach(
-                f"clipped:{how}", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, since
+                f"clipped:{how}", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, row.since
             )
 
     def breaches(self) -> tuple[Breach, ...]:
@@ -94,17 +96,18 @@ class Clipping(Rule):
 
 _CLIPPED = {
     "behind": (
-        "clip_grad_norm_ is called behind optimizer.step(), on gradients that were applied already ({clipped}): no "
-        "update is clipped.",
+        "clip_grad_norm_ is called behind optimizer.step(), since step {since}, on gradients that were applied already "
+        "({clipped}): no update is clipped.",
         "Call it between backward() and optimizer.step(); under a GradScaler behind scaler.unscale_(optimizer).",
     ),
     "local": (
-        "clip_grad_norm_ is called within the accumulation, on gradients that are not reduced yet ({clipped}): each "
-        "rank clips by the norm of its own, and what is reduced is no mean of the losses' gradients.",
+        "clip_grad_norm_ is called within the accumulation, since step {since}, on gradients that are not reduced yet "
+        "({clipped}): each rank clips by the norm of its own, and what is reduced is no mean of the losses' gradients.",
         "Call it once per step, behind the last backward, which reduces (accelerate: if accelerator.sync_gradients).",
     ),
     "to 0": (
-        "clip_grad_norm_ is called with a limit of 0 ({clipped}): it makes every gradient 0, and nothing is trained.",
+        "clip_grad_norm_ is called with a limit of 0, since step {since} ({clipped}): it makes every gradient 0, and "
+        "nothing is trained.",
         "Leave it out, or give it a limit above 0.",
     ),
 }

@@ -16,7 +16,7 @@ from typing import Any
 from ds_silent.records import Event, StepRecord, to_json
 from ds_silent.runs.events import in_words
 from ds_silent.runs.run import RunRecords
-from ds_silent.runs.verdict import verdict_of
+from ds_silent.runs.verdict import noted, verdict_of
 from ds_silent.sinks.base import Sink
 from ds_silent.sinks.console import say, speaker
 from ds_silent.sinks.files import written_event
@@ -79,5 +79,5 @@ class RunSummary(Sink):
         if verdict.group is not None:
             return verdict.sentence
         unseen = f"; not checked: {', '.join(sorted(self._unseen))}" if self._unseen else ""
-        seen = f"no fault was seen{unseen}." if steps else "nothing was measured."
+        seen = f"no fault was seen{noted(run)}{unseen}." if steps else "nothing was measured."
         return f"{run.broke_off}; until then {seen}" if run.broke_off else seen

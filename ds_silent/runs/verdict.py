@@ -204,18 +204,26 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
     torn = run.unread("metrics.jsonl")
     missing = [check.name.lower() for check in checks if check.state == "not observed"]
-    unlike = {rank for group in run.events.groups() if group.kind == "outlier-rank" for rank in group.ranks}
     said = f"{who} agreed at {steps}"
     if torn:
         said += f" that are known; {_unread(torn, 'metrics.jsonl')}"
-    if unlike:
-        whose = f"the data of {named(tuple(sorted(unlike)), world)} are of another kind"
-        said += f"; notes say that {whose if len(unlike) < world else 'the ranks have data of unlike kinds'}"
+    said += noted(run)
     if not missing:
         return f"{said}."
     more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
     listed = missing if not more else missing[:3]
     return f"{said}; not checked: {', '.join(listed)}{more}."
+
+
+def noted(run: RunRecords) -> str:
+    """Return what the notes of a run without findings say of its data and its rules; nothing where there are none."""
+    notes = [group for group in run.events.groups() if not group.follows]
+    unlike = {rank for group in notes if group.kind == "outlier-rank" for rank in group.ranks}
+    whose = f"the data of {named(tuple(sorted(unlike)), run.world_size)} are of another kind" if unlike else ""
+    said = f"; notes say that {whose if len(unlike) < run.world_size else 'the ranks have data of unlike kinds'}"
+    headlines = [own for group in notes if group.kind in _RULES and (own := _headline(group.message))]
+    more = f" (and {len(headlines) - 1} more)" if len(headlines) > 1 else ""
+    return said * bool(unlike) + (f"; noted: {headlines[0]}{more}" if headlines else "")
 
 
 def _unread(count: int, name: str) -> str:

@@ -18,7 +18,7 @@ from ds_silent.detectors.own_past import FEWEST, OwnPast
 from ds_silent.detectors.sequential import SequentialTest
 from ds_silent.detectors.symptoms import Recent, beyond, is_gradual, moved_alone
 from ds_silent.measure.evidence import Evidence, LayerValues
-from ds_silent.records import Event
+from ds_silent.records import Dealt, Event
 from tests.support.made_records import comparison_of, make
 
 OWN = Evidence(dealt="own-shard")
@@ -54,6 +54,14 @@ class Shards:
 
 def alarms(events: list[Event]) -> list[Event]:
     return [event for event in events if event.severity != "info"]
+
+
+@pytest.mark.parametrize(("dealt", "says"), [("unknown", True), ("own-shard", False)])
+def test_a_note_about_data_says_what_makes_an_alarm_of_it(dealt: Dealt, says: bool) -> None:
+    told = Shards().steps(60, Evidence(dealt=dealt))
+    remedies = [event.remedy for event in told if event.kind == "outlier-rank" and event.phase == "started"]
+    assert remedies
+    assert all(('"detectors": {"dealt": "random"}' in remedy) == says for remedy in remedies)
 
 
 # -- the evidence ------------------------------------------------------------------------------------------------------

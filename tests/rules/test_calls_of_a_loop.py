@@ -245,6 +245,12 @@ def test_a_call_in_the_wrong_place_is_told_once(kind: str, runs: Path) -> None:
     assert _found(runs / kind) == [(*TOLD[kind], [])]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in TOLD if TOLD[kind][2] == "clip_grad_norm_"])
+def test_a_clipping_is_dated_by_its_first_step(kind: str, runs: Path) -> None:
+    [event] = [one for one in read_events(runs / kind / "events.jsonl") if one["where"] == "clip_grad_norm_"]
+    assert ", since step 1" in event["message"]
+
+
 @pytest.mark.parametrize("kind", MEANT)
 def test_what_is_meant_is_silent(kind: str, runs: Path) -> None:
     assert _found(runs / kind) == []

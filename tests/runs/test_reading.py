@@ -248,6 +248,12 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     notes = [event(1, "outlier-rank", severity="info", ranks=(rank,)) for rank in range(4)]
     verdict = verdict_of(read_run(write(tmp_path / "all", 1, notes)))
     assert "; notes say that the ranks have data of unlike kinds" in verdict.sentence
+    words = ("AveragedModel averages the weights 3 times in each step, since step 1: often.", "Other notes. So.")
+    rules = [event(1, "update-mismatch", "info", one, ranks=(), where=one[:5]) for one in words]
+    verdict = verdict_of(read_run(write(tmp_path / "rules", 1, (*notes[:1], *rules))))
+    said = "; notes say that the data of rank 0 are of another kind; noted: AveragedModel averages the weights 3 times"
+    assert f"{said} in each step (and 1 more)" in verdict.sentence
+    assert verdict.severity == "ok"
 
 
 def test_what_was_seen_of_an_epoch_that_was_not_followed_is_not_said(tmp_path: Path) -> None:
