@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
@@ -43,6 +43,7 @@ class RateRule(Rule):
         self._broken: dict[tuple[int, int], Breach] = {}
         self._trained = False  # at a rate above 0
         self._at_0 = self._since = 0  # measured steps at rates of 0; the first
+        self._stays: dict[int, int] = {}  # since when a schedule is at its last step, by id
         self._patches = Patches()
         self._safely: Callable[..., Any] = lambda function, *given: function(*given)
 
@@ -68,17 +69,32 @@ class RateRule(Rule):
         for scheduler, end in ends:
             if step_of(scheduler) > end + max(_AFTER_END, end * _AFTER_END_SHARE):
                 return (self._over(scheduler, end),)
+        for scheduler, _ in self._found or ():
+            since = self._at_last_since(scheduler)
+            if since is not None and self._framework.step - since > max(
+                _AFTER_END, scheduler.total_steps * _AFTER_END_SHARE
+            ):
+                return (self._over(scheduler, scheduler.total_steps),)
         if ends or self._at_0 < _AFTER_END:
             return ()
         message = f"The learning rate of every parameter group is 0 since step {self._since}: no step changes a weight."
         remedy = "If that is meant, do nothing. Else look at the schedule's length, and at how often it steps."
         return (Breach("rates at 0", "update-mismatch", "info", "learning rate", message, remedy, self._since),)
 
+    def _at_last_since(self, scheduler: Any) -> int | None:
+        """Return since which step a schedule that refuses to go on is at its last one; None where it is not."""
+        if type(scheduler) is not OneCycleLR or step_of(scheduler) < scheduler.total_steps - 1:
+            self._stays.pop(id(scheduler), None)
+            return None
+        return self._stays.setdefault(id(scheduler), self._framework.step)
+
     def _over(self, scheduler: Any, end: int) -> Breach:
         rates = [f"{rate:.3g}" for rate in _rates(scheduler) if rate is not None]
+        stays = self._stays.get(id(scheduler))
+        at = f"is at its step {step_of(scheduler)}" if stays is None else f"stays at its last, since step {stays}"
         message = (
             f"The schedule of the learning rate ({type(scheduler).__name__}) is over, and the training goes on: it was "
-            f"made for {end} steps and is at its step {step_of(scheduler)}. The rate is {' and '.join(rates[:2])} now."
+            f"made for {end} steps and {at}. The rate is {' and '.join(rates[:2])} now."
         )
         remedy = (
             "Make it as long as the training, in the steps that it takes: it may step once per micro-batch, and under "

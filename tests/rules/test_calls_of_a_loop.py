@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, PolynomialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
 from torch.utils.checkpoint import checkpoint
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
@@ -97,6 +97,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "polynomial schedule over": lambda optimizer: PolynomialLR(optimizer, 4),
     "cosine by torch over": lambda optimizer: CosineAnnealingLR(optimizer, 4),
     "cosine by torch": lambda optimizer: CosineAnnealingLR(optimizer, STEPS - 7),
+    "one cycle over": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=4),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS - 7),
     "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, 1.0, 4),
 }
 
@@ -154,7 +156,8 @@ def _train(directory: str, kind: str) -> None:
                 optimizer.step()
             if "unscaled" in kind or "by the scaler" in kind:
                 scaler.update()
-            scheduler.step()
+            if not ("one cycle" in kind and scheduler.last_epoch == scheduler.total_steps):  # it would raise
+                scheduler.step()
             if "behind" in kind:
                 nn.utils.clip_grad_norm_(trainable, limit)
             optimizer.zero_grad()
@@ -172,6 +175,7 @@ TOLD = {
     "rate of 0": (12, "info", "learning rate"),
     "linear schedule over": (14, "warning", "learning rate"),
     "cosine schedule over": (14, "warning", "learning rate"),
+    "one cycle over": (13, "warning", "learning rate"),
     "cosine by torch over": (14, "info", "learning rate"),
     "polynomial schedule over": (14, "warning", "learning rate"),
     "softmax before cross_entropy": (1, "warning", "cross_entropy"),
@@ -205,6 +209,7 @@ MEANT = (
     "schedule ends a little early",
     "schedule never starts",
     "cosine schedule",
+    "one cycle",
     "warm-up",
     "checkpoint",
     "reentrant checkpoint whose inputs need a gradient",
