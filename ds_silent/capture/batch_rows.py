@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -64,6 +64,31 @@ class _MicroBatch:
         self.trained = True
 
 
+@dataclass
+class _StepSizes:
+    """Add up what a step's micro-batches hold beside their rows.
+
+    Attributes:
+        tokens: in the loss, 0-dim; None: not known.
+        behind: of them those whose backward has come.
+        inputs: root mean squares, of the micro-batches whose inputs are no ids.
+    """
+
+    tokens: Tensor | None = None
+    behind: Tensor | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+
+    def add_tokens(self, kwargs: Mapping[str, Any]) -> None:
+        if (tokens := label_tokens_of(kwargs)) is not None:
+            self.tokens = tokens if self.tokens is None else self.tokens + tokens
+
+    def drop(self) -> None:
+        """Forget the tokens whose backward has come."""
+        if self.tokens is not None and self.behind is not None:
+            self.tokens = self.tokens - self.behind
+        self.behind = None
+
+
 class RowIds:
     """Collect ids until they are sent. ``capacity`` rows at most are kept; what is lost is counted.
 
@@ -95,11 +120,9 @@ class RowIds:
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
         self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
         self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
-        self._label_tokens: Tensor | None = None
-        self._input_sizes: list[Tensor] = []  # root mean squares, of the step's micro-batches whose inputs are no ids
+        self._sizes = _StepSizes()
         self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
         self._kept = 0  # rows of the steps before it
-        self._tokens_behind: Tensor | None = None  # of the step's, those whose backward has come
 
     def given(self, sample_ids: Tensor) -> None:
         """Take the ids of the next micro-batch, int64 (rows,), on any device."""
@@ -120,15 +143,14 @@ class RowIds:
             begins()  # how a loader deals its rows is known without them
             self._count(args, kwargs, tensors)
             return
-        if (tokens := label_tokens_of(kwargs)) is not None:
-            self._label_tokens = tokens if self._label_tokens is None else self._label_tokens + tokens
+        self._sizes.add_tokens(kwargs)
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
         if self._again:
             self._told_again()
             return
         self._begins |= begins()
         listed = self._count(args, kwargs, tensors)
-        self._input_sizes += sizes_of(tensors) if self.is_measured() else []
+        self._sizes.inputs += sizes_of(tensors) if self.is_measured() else []
         if self._given:
             given = self._given.pop(0)
             if not tensors or len(given) in {
@@ -194,13 +216,7 @@ class RowIds:
     def _warn(self, ids: int, rows: int) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "ds_silent: observe_batch was given %d ids for a micro-batch of %d rows on rank %d; pass one id per "
-                "row, till then the rows are followed by their content (said once)",
-                ids,
-                rows,
-                dist.get_rank() if dist.is_initialized() else 0,
-            )
+            _warn_of(ids, rows)
 
     def _told_late(self) -> None:
         """Take ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
@@ -216,17 +232,15 @@ class RowIds:
 
     def backward_ended(self) -> None:
         """Note that what was forwarded until now is in the gradients, or never will be."""
-        self._behind, self._tokens_behind = len(self._sent_next), self._label_tokens
+        self._behind, self._sizes.behind = len(self._sent_next), self._sizes.tokens
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
-        self._newest, self._input_sizes = NewestBatch(), []
+        self._newest, self._sizes.inputs = NewestBatch(), []
         if self._behind <= self._start:
             return
         self._replace([], any(one.begins for one in self._sent_next[self._start : self._behind]))
-        if self._label_tokens is not None and self._tokens_behind is not None:
-            self._label_tokens = self._label_tokens - self._tokens_behind
-        self._tokens_behind = None
+        self._sizes.drop()
 
     @property
     def waiting(self) -> bool:
@@ -263,18 +277,28 @@ class RowIds:
 
     def sizes(self) -> tuple[Tensor | None, Tensor | None]:
         """Return this step's tokens in its loss and the root mean square of its inputs, 0-dim; None: not known."""
-        tokens, inputs = self._label_tokens, self._input_sizes
+        tokens, inputs = self._sizes.tokens, self._sizes.inputs
         return None if tokens is None else tokens.float(), torch.stack(inputs).mean() if inputs else None
 
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
-        self._label_tokens, self._tokens_behind, self._input_sizes = None, None, []
+        self._sizes = _StepSizes()
         self._leave_out()
         self._told_late()
         self._kept += sum(len(one.ids) for one in self._sent_next[self._start :])
         while len(self._sent_next) > 1 and self._kept - len(self._sent_next[0].ids) > self._capacity:
             self._kept -= len(self._sent_next.pop(0).ids)
         self._start = self._behind = len(self._sent_next)
+
+
+def _warn_of(ids: int, rows: int) -> None:
+    logger.warning(
+        "ds_silent: observe_batch was given %d ids for a micro-batch of %d rows on rank %d; pass one id per row, till "
+        "then the rows are followed by their content (said once)",
+        ids,
+        rows,
+        dist.get_rank() if dist.is_initialized() else 0,
+    )
 
 
 def _with_graphs(output: Any) -> list[Tensor]:
