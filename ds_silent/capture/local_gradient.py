@@ -100,9 +100,10 @@ class LocalGradient:
     def observed(self, squared: Tensor, gram: Tensor | None) -> Local[float | Tensor]:
         """Return the numbers of an observation; ``squared``: norm that was accumulated, ``gram``: if exchanged."""
         missed = [index for index, fires in enumerate(self._fires) if not fires]
-        zeros = self._zeros if self._once and self._zeros is not None else _UNKNOWN
+        seen = all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
+        zeros = self._zeros if seen and self._once and self._zeros is not None else _UNKNOWN
         return Local(
-            seen=float(all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))),
+            seen=float(seen),
             norm_seen=float(self._norms_add_up and self._once),
             gram_seen=float(gram is not None),
             squared=squared,

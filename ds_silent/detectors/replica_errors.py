@@ -11,7 +11,8 @@ from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.distributed.parts import Parts, listed, outvoted
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, StepRecord
-from ds_silent.replicas.compare import BUFFER, Drift
+from ds_silent.replicas.compare import Drift
+from ds_silent.replicas.own_parts import BUFFER, STATE
 from ds_silent.text import named
 
 SHOWN = 3
@@ -28,7 +29,7 @@ class ReplicaErrors(Detector):
         if seen is not None and seen.replicas is not None:
             self._found = replicas(record, seen.replicas, seen.drift)
         drift = None if seen is None else seen.drift
-        self.notes = () if drift is None or not drift.own else (_own_buffers(record, drift.own),)
+        self.notes = () if drift is None or not drift.own else (_own_parts(record, drift.own),)
         return self._found
 
 
@@ -62,9 +63,14 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
     return [Finding(f"replicas {groups}", "replica-drift", "error", odd, where, None, None, message, remedy, since)]
 
 
-def _own_buffers(record: StepRecord, names: tuple[str, ...]) -> Event:
-    """Note buffers that differ between ranks and are compared no more."""
+def _own_parts(record: StepRecord, names: tuple[str, ...]) -> Event:
+    """Note buffers, or an optimizer's states, that differ between ranks and are compared no more."""
     where = listed(names, SHOWN)
+    if names[0].startswith(STATE.strip()):
+        message = f"The ranks hold other states of the optimizer, and equal weights still behind an update: {where}."
+        message += " States are compared no more."
+        remedy = "Do nothing where the optimizer deals its parameters to the ranks, as Muon's do. Else check its state."
+        return Event(record.step, "replica-drift", "info", (), where, None, None, message, remedy)
     few = listed([name.removeprefix(BUFFER) for name in names], SHOWN)
     message = f"Buffers move on each rank by its own rows, differ, and are compared no more: {few}."
     remedy = (

@@ -30,7 +30,8 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import Training, rows_per_batch
 from ds_silent.preflight.items import Item
 from ds_silent.preflight.settings import groups_of
-from ds_silent.replicas.compare import BUFFER, batch_statistics_of
+from ds_silent.replicas.compare import batch_statistics_of
+from ds_silent.replicas.own_parts import BUFFER, STATE
 from ds_silent.text import TORCH, Words, shown
 
 ROWS = 64  # of a micro-batch, where nobody says how many: room for the rows' ids
@@ -357,7 +358,7 @@ def masters_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
 def states_of(module: nn.Module, optimizers: Sequence[Any]) -> Items:
     """Return the optimizers' own tensors, of the module's parameters or their masters."""
     return [
-        (f"optimizer {key} {g}.{p}", value)
+        (f"{STATE}{key} {g}.{p}", value)
         for g, p, state in _states(module, optimizers)
         for key, value in state.items()
         if isinstance(value, Tensor)

@@ -90,8 +90,9 @@ class Accumulator:
         self._slots: dict[tuple[int, int, int, int], slice] = {}
         self._used = 0
         self._numels = numels
-        self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))] + [(0.0, 0.0)])
-        self._whole = torch.zeros(2, capacity, device=self._tables.device)  # these, of slots of a whole tensor
+        self._square_tensors = torch.zeros_like(self._square_groups)
+        self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))]).view(-1, 2)
+        self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # these, of tensors that have come whole
 
     def add(
         self,
@@ -172,7 +173,12 @@ class Accumulator:
         """
         if self._order is not None:
             self._order.enter()
-        return torch.where(self._squares[: self._used] == 0.0, self._whole[:, : self._used], 0.0).sum(1)
+        return torch.where(self._squares_by_tensor() == 0.0, self._whole, 0.0).sum(1)
+
+    def _squares_by_tensor(self) -> Tensor:
+        """Add up a tensor's slots, (n,): it may come whole in one step, and in pieces in the next."""
+        squares = torch.zeros(len(self._numels), device=self._squares.device)
+        return squares.index_add_(0, self._square_tensors[: self._used], self._squares[: self._used])
 
     def peek(self) -> Tensor:
         """(k,) sketch of everything since the last :meth:`take`."""
@@ -212,9 +218,13 @@ class Accumulator:
                 raise RuntimeError(f"tensor {index} arrived in more different parts than were planned for")
             self._used = slots.stop
             self._square_groups[slots].fill_(self._groups[index])
+            self._square_tensors[slots].fill_(index)
             if pieces == 1 and numel == self._numels[index]:
-                self._whole[:, slots] = self._counted[index, :, None].to(self._whole.device)
+                self._comes_whole(index)
         return slots
+
+    def _comes_whole(self, index: int) -> None:
+        self._whole[:, index] = self._counted[index].to(self._whole.device)
 
     def _memory(self, dtype: torch.dtype, use: str) -> Tensor:
         """(block_rows * T,) of working memory, made once; on the CPU, whose block is one row, one for all of fp32."""
@@ -282,8 +292,8 @@ class FusedAccumulator(Accumulator):
         self._row_of: dict[tuple[int, int, int], int] = {}  # of _squares_read, for each part
         self._squares_read = self._new_squares(len(self._groups) + 1)
         self._groups_read: list[int] = []
-        self._tensors_read: list[int] = []  # -1: a part of one
-        self._whole_read: Tensor | None = None  # (2, rows of _squares_read)
+        self._tensors_read: list[int] = []
+        self._read_of: Tensor | None = None  # the same, int64 (rows of _squares_read,)
         self._membership: Tensor | None = None  # bool (G, rows of _squares_read)
         self.refused: str | None = None
 
@@ -319,14 +329,13 @@ class FusedAccumulator(Accumulator):
             self._squares_read[:used].zero_()
         return sketches, squares
 
-    def zeros(self) -> Tensor:
-        """See :meth:`Accumulator.zeros`."""
-        zeros, used = super().zeros(), len(self._tensors_read)
-        if used:
-            if self._whole_read is None or self._whole_read.shape[1] != used:
-                self._whole_read = self._counted[self._tensors_read].T.to(self._squares_read.device)
-            zeros += torch.where(self._squares_read[:used].sum(1) == 0.0, self._whole_read, 0.0).sum(1)
-        return zeros
+    def _squares_by_tensor(self) -> Tensor:
+        squares, used = super()._squares_by_tensor(), len(self._tensors_read)
+        if not used:
+            return squares
+        if self._read_of is None or len(self._read_of) != used:
+            self._read_of = torch.tensor(self._tensors_read, device=squares.device)
+        return squares.index_add_(0, self._read_of, self._squares_read[:used].sum(1))
 
     def _takes(self, values: Tensor) -> bool:
         return (
@@ -369,7 +378,9 @@ class FusedAccumulator(Accumulator):
         if place not in self._row_of:
             self._row_of[place] = len(self._groups_read)
             self._groups_read.append(self._groups[index])
-            self._tensors_read.append(index if numel == self._numels[index] else -1)
+            self._tensors_read.append(index)
+            if numel == self._numels[index]:
+                self._comes_whole(index)
             if len(self._groups_read) > len(self._squares_read):
                 self._squares_read = torch.cat((self._squares_read, self._new_squares(len(self._squares_read))))
         begin, group = self._offsets[index] + start, self._groups[index] if self._sketch_groups else 0

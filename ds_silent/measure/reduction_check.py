@@ -98,7 +98,7 @@ class ReductionChecker:
         micro_batches = self._diagnose(gathered, check)
         checksums = replica_checksums(gathered)
         replicas = told.replicas if checksums is None else parts_of(checksums.tolist())
-        replicas = None if drift is not None and drift.own else replicas
+        replicas = None if drift is not None and drift.says_nothing else replicas
         applied = self._applied.check(gathered)
         self._previous = gathered.layer_aggregate
         self._applied.remember(gathered, alike=not examined.received)

@@ -30,9 +30,8 @@ from ds_silent.exchange.collectives import gather_on_host, same_on_all
 from ds_silent.exchange.observation import PARAMETERS, Gathered, replica_checksums
 from ds_silent.kernels.checksums import Bits, Items, combined
 from ds_silent.records import Event
+from ds_silent.replicas.own_parts import OwnBuffers, OwnStates
 
-BUFFER = "buffer "
-"""How the name of a buffer begins."""
 _LOOKS = 4  # measured steps
 MIB, FEWEST = 4, 32
 """4 MiB hold 65,536 tensors with 8 ranks, 8,192 with 64, 512 with 1,024; 32 tensors take 4 MiB with 16,384 ranks."""
@@ -43,8 +42,8 @@ class Drift:
     """Hold where replicas differ: tensors by name, the ranks' groups, and since which step's update, if known.
 
     If steps between were not measured, the update is one from ``earliest`` to ``since``; 0: the replicas were never
-    seen equal. ``own``: buffers that each rank's forwards write. Then nothing else is said, and they are compared no
-    more.
+    seen equal. ``own``: what each rank holds of its own in health. Then nothing else is said, and that is compared no
+    more. ``waits``: the next comparison knows whether it is a fault.
     """
 
     names: tuple[str, ...]
@@ -52,6 +51,12 @@ class Drift:
     since: int | None
     earliest: int | None = None
     own: tuple[str, ...] = ()
+    waits: bool = False
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether this comparison tells of no difference that is a fault."""
+        return bool(self.own) or self.waits
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Replicas:
         self._newest = -1  # slot
         self._differ_since: tuple[int, int] | None = None  # as first found: later no equal checksum is left
         self._checked: tuple[int, list[str], Tensor] | None = None
-        self._buffers = _Buffers(device)
+        self._buffers, self._states = OwnBuffers(device), OwnStates()
 
     def find_moving(self) -> bool:
         """Look which buffers have moved since the last look; return whether a first one has."""
@@ -186,7 +191,7 @@ class Replicas:
 
         ``whole``: else that of the parameters, which has been made.
         """
-        others = self._buffers.compared(self._others()) if whole else []
+        others = self._states.compared(self._buffers.compared(self._others())) if whole else []
         rest = [self._bits_of_others(others)] if others else []
         values = torch.cat((self._history[self._newest], *rest))
         self._checked = (step, [name for name, _ in [*self._parameters, *others]], values)
@@ -204,10 +209,13 @@ class Replicas:
         assert self._checked is not None
         step, names, values = self._checked
         found = compare_checksums(values, group, collective)
+        agree = partial(equal_on_all, group=group, collective=collective)
+        states = self._states.apart(names, values, agree)
+        if states is not None:
+            return Drift((), found.groups, None, own=states, waits=not states)
         if not found.comparable:
             return None
         apart = [names[place] for place in found.apart]
-        agree = partial(equal_on_all, group=group, collective=collective)
         own = self._buffers.leave_out(apart, values[list(found.apart)], agree)
         if own:  # whatever else differs the next comparison finds
             return Drift((), found.groups, None, own=own)
@@ -222,57 +230,7 @@ class Replicas:
 
     def equal(self) -> None:
         """Note that replicas agree: forget the old difference."""
-        self._differ_since = None
-
-
-class _Buffers:
-    """Tell buffers that each rank's forwards write by its own rows from those that are to be equal.
-
-    Running statistics of the script's own, the observers of a quantisation, a counter of tokens: they differ in health
-    and move. What differs and stands still does not, nor what moves and is equal.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._first = torch.zeros(1, dtype=torch.int64, device=device)  # checksums at the first look, behind a 0
-        self._places: dict[str, int] | None = None  # of these
-        self._seen: dict[str, tuple[int, int]] = {}  # the tensor and its version at the last look
-        self._moving: set[str] = set()  # by their versions; a compiled kernel may write without counting
-        self._own: set[str] = set()
-
-    def look(self, others: Items) -> bool:
-        """Look which have moved since the last look; return whether a first one has."""
-        before, buffers = bool(self._moving), [item for item in others if item[0].startswith(BUFFER)]
-        if self._places is None:
-            self._places = {name: place for place, (name, _) in enumerate(buffers, 1)}
-            self._first = torch.cat((self._first, Bits(self._first.device)(buffers))) if buffers else self._first
-        for name, tensor in buffers:
-            now = id(tensor), -1 if tensor.is_inference() else tensor._version
-            if self._seen.setdefault(name, now) != now:
-                self._moving.add(name)
-            self._seen[name] = now
-        return bool(self._moving) and not before
-
-    def compared(self, others: Items) -> Items:
-        """Return what is compared; look at it."""
-        self.look(others)
-        return [item for item in others if item[0] not in self._own]
-
-    def leave_out(
-        self, apart: Sequence[str], values: Tensor, same_on_all: Callable[[Tensor], Tensor]
-    ) -> tuple[str, ...]:
-        """Leave out from now on what is ``apart``, with these checksums, and moves on every rank; return it.
-
-        A collective.
-        """
-        if self._places is None or not any(name.startswith(BUFFER) for name in apart):
-            return ()
-        places = torch.tensor([self._places.get(name, 0) for name in apart], device=values.device)
-        moving = torch.tensor([name in self._moving for name in apart], device=values.device)
-        moves = moving | ((places > 0) & (values != self._first[places]))
-        agreed = (same_on_all(moves.long()) & moves.cpu()).tolist()
-        own = tuple(name for name, both in zip(apart, agreed, strict=True) if both)
-        self._own.update(own)
-        return own
+        self._differ_since, self._states.waits = None, False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -361,7 +319,7 @@ class ReplicaChecks:
         """Find the tensors that differ, after :meth:`differ`. A collective."""
         assert self._replicas is not None
         drift = self._replicas.localise(self._group, collective)
-        if drift is not None and drift.own:  # compare once more, without them
+        if drift is not None and drift.says_nothing:  # compare once more, without what is a rank's own
             self._differ, self.due = False, True
         return drift
 

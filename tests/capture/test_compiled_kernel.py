@@ -130,6 +130,19 @@ def test_which_tensors_are_zero() -> None:
     assert ours.zeros()[0] == len(NUMELS), "nothing came of any; the part does not count"
 
 
+def test_a_tensor_that_comes_in_pieces_after_it_came_whole_is_not_zero() -> None:
+    """A script's own gradients may lie apart (a transposed view) at one step and not at the next."""
+    _, ours = both()
+    index = max(range(len(NUMELS)), key=lambda one: NUMELS[one] if NUMELS[one] % 2 == 0 else 0)
+    values = random(NUMELS[index], torch.float32, 1).view(2, -1)
+    apart = values.T.contiguous().T
+    assert not apart.is_contiguous()
+    for one in (values, apart, values, apart):
+        ours.add(index, one)
+        assert ours.zeros()[0] == 0
+        ours.take()
+
+
 def test_only_what_was_read_is_folded() -> None:
     plain, ours = both()
     for index in (0, 8, 3):

@@ -1,4 +1,4 @@
-"""Gradients that are not what a script usually has: sparse, or cleared between the backward and the step."""
+"""Gradients that are not what a script usually has: sparse, cleared before the step, or reduced by the script."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
@@ -125,3 +126,32 @@ def test_complex_parameters_are_refused_in_a_sentence(tmp_path: Path) -> None:
         "silent_consistency cannot observe phase, whose numbers are complex (complex64); keep it as "
         'torch.view_as_real, freeze it, or set "silent_consistency": {"enabled": false}'
     ]
+
+
+def reduced_by_hand(directory: str) -> list[dict[str, Any]]:
+    """DDP reduces nothing, and the script all of it in one piece, as many research scripts do."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())
+    block = {"output_dir": directory, "tensorboard": False, "detectors": {"dealt": "random"}}
+    with ds_silent.observe(model, optimizer, config=block):
+        for _ in range(14):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(torch.randn(8, 16)).square().mean().backward()
+            together = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+            dist.all_reduce(together.div_(dist.get_world_size()))
+            for parameter, part in zip(
+                module.parameters(), together.split([p.numel() for p in module.parameters()]), strict=True
+            ):
+                parameter.grad = part.view_as(parameter).clone()
+            optimizer.step()
+    return list(read_events(Path(directory) / "events.jsonl"))
+
+
+def test_what_was_not_read_before_the_script_reduced_it_is_not_zero(tmp_path: Path) -> None:
+    """Once a parameter was said to have a gradient of exactly zero on one rank, as its share of the aggregate is."""
+    events = run_distributed(reduced_by_hand, 2, (str(tmp_path),))[0]
+    assert [event for event in events if event["severity"] != "info" or event["kind"] == "zero-gradient"] == []

@@ -1,4 +1,4 @@
-"""Buffers that each rank's forwards write by its own rows differ in health; what moves on one rank alone is a fault."""
+"""What each rank holds of its own in health, buffers and states of optimizers, is a note; what else differs is not."""
 
 from __future__ import annotations
 
@@ -35,6 +35,62 @@ class Normalised(nn.Module):
                 dist.all_reduce(now.div_(dist.get_world_size()))
             self.mean.copy_(now) if self.counted else self.mean.data.copy_(now)
         return self.layer(rows - self.mean) * self.constant[0]
+
+
+class Dealt(torch.optim.Optimizer):
+    """Update each parameter on one rank and send it to the others, as Muon does: its momentum is on that rank alone.
+
+    Args:
+        everywhere: each rank has a buffer for every momentum, and fills those of its own parameters.
+    """
+
+    def __init__(self, parameters: Any, everywhere: bool):
+        super().__init__(parameters, {"lr": 1e-2})
+        self.everywhere = everywhere
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                owner = place % dist.get_world_size()
+                if owner == dist.get_rank() or self.everywhere:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+                if owner == dist.get_rank():
+                    parameter.sub_(momentum.lerp_(parameter.grad, 0.1), alpha=group["lr"])
+                dist.broadcast(parameter.data, owner)
+
+
+def train_states(directory: str, kind: str) -> list[tuple[int, str, str]]:
+    """``kind``: how the optimizer deals its states; "gone wrong": one of plain SGD changes behind the update of 19."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, bias=False)))
+    plain = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer: Any = plain if kind == "gone wrong" else Dealt(model.parameters(), kind == "everywhere")
+    block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": INTERVAL}}
+    torch.manual_seed(1 + dist.get_rank())
+    with ds_silent.observe(model, optimizer, config=block) as observer:
+        for step in range(1, STEPS + 1):
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 19 and dist.get_rank() == 1 and kind == "gone wrong":
+                optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"].mul_(1.5)
+        observer.flush()
+        dist.barrier()
+    told = [event for event in read_events(Path(directory) / "events.jsonl") if event["kind"] == "replica-drift"]
+    return [(event["step"], event["severity"], event["where"]) for event in told]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_states_that_the_optimizer_deals_to_the_ranks_are_a_note(ranks: int, tmp_path: Path) -> None:
+    """Released Muons' states were an error at the first comparison, while all weights were equal."""
+    kinds = ("owners", "everywhere", "gone wrong")
+    told = run_distributed(each, ranks, (train_states, {kind: (str(tmp_path / kind), kind) for kind in kinds}))[0]
+    assert told["owners"] == told["everywhere"] == [(11, "info", "optimizer momentum_buffer")]
+    [(step, severity, where)] = told["gone wrong"]
+    assert (step, severity) == (21, "error")
+    assert "0.weight" in where
 
 
 def train(directory: str, counted: bool = True, synchronised: bool = False, fault: str = "") -> dict[str, Any]:
