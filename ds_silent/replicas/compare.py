@@ -210,7 +210,9 @@ class Replicas:
         step, names, values = self._checked
         found = compare_checksums(values, group, collective)
         agree = partial(equal_on_all, group=group, collective=collective)
-        states = self._states.apart(names, values, agree)
+        weights = found.comparable and found.apart[0] < len(self._parameters)  # differ, of which all ranks have as many
+        self._states.waits &= not weights
+        states = None if weights else self._states.apart(names, values, agree)
         if states is not None:
             return Drift((), found.groups, None, own=states, waits=not states)
         if not found.comparable:
