@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import Sampler, dataloader
+from torch.utils.data import DataLoader, Sampler, dataloader
 
 from ds_silent.capture.data_set import held_by
 from ds_silent.capture.deals import Deal, deal_of
@@ -275,7 +275,7 @@ def data_facts(source: Any, ranks: int) -> DataFacts:
 
 def _facts(source: Any, ranks: int) -> DataFacts:
     samplers = samplers_in(source)
-    inner = [getattr(getattr(one, "dataset", None), "sampler", None) for one in samplers]
+    inner = [_sampler_within(one) for one in samplers]
     if any(getattr(one, "replacement", False) is True for one in (*samplers, *inner)):
         return DataFacts()
     shares = sampler_facts(source)
@@ -283,9 +283,25 @@ def _facts(source: Any, ranks: int) -> DataFacts:
     if rows is None and (shares is not None or ranks == 1):
         sets = [getattr(one, name, None) for one in samplers for name in ("dataset", "_dataset", "data_source")]
         rows = next((length for length in map(length_of, sets) if length is not None), None)
-    shuffles = next((known for known in map(_shuffles, samplers) if known is not None), None)
-    by_epoch = shuffles is None and any(map(_takes_epochs, samplers))
+    unasked = {id(one.sampler) for one in samplers if _has_own_batches(one)}
+    both = [(one, within) for one, within in zip(samplers, inner, strict=True) if id(one) not in unasked]
+    deciding = [one if within is None or not isinstance(one, Sampler) else within for one, within in both]
+    shuffles = next((known for known in map(_shuffles, deciding) if known is not None), None)
+    by_epoch = shuffles is None and any(map(_takes_epochs, deciding))
     return DataFacts(rows, shuffles, 0 if shares is None else _filled(source, rows, ranks), by_epoch)
+
+
+def _sampler_within(source: Any) -> Any:
+    """Return the sampler that one cuts into the ranks' shares, as its data set: Lightning's wrapper and Catalyst's."""
+    data = getattr(source, "dataset", None)
+    held = (getattr(data, name, None) for name in ("sampler", "_sampler"))
+    return next((one for one in held if isinstance(one, Sampler)), None)
+
+
+def _has_own_batches(source: Any) -> bool:
+    """Tell whether a DataLoader's batch sampler does not ask the sampler that torch gives it then."""
+    batches = getattr(source, "batch_sampler", None) if isinstance(source, DataLoader) else None
+    return batches is not None and getattr(batches, "sampler", None) is not source.sampler
 
 
 def _filled(iterator: Any, rows: int | None, ranks: int) -> int:

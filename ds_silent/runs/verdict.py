@@ -31,7 +31,7 @@ _ROWS = (*_DEALING, "same-order", "batch-size-mismatch", "batch-suspect")
 _REDUCTION = ("aggregation-error", "unreduced-gradient")
 _RULES = ("objective-mismatch", "update-mismatch", "weights-mismatch", "batch-suspect")
 """Kinds of many faults each: what one says of itself is worth more than what can be said of all."""
-_STATEMENT = re.compile(r"(?:\([^()]*\)|(?!(?:, since step| \(step|[.:;](?:\s|$)))[^()])+")
+_STATEMENT = re.compile(r"(?:\([^()]*\)|(?!(?:,? since step| \(step|[.:;](?:\s|$)))[^()])+")
 _LONGEST = 160  # characters
 _SETTINGS = ("config-mismatch", "seed-mismatch", "objective-mismatch", "update-mismatch", "weights-mismatch")
 

@@ -63,6 +63,18 @@ def shards(rows: int, shuffle: bool = True) -> DistributedSampler[int]:
     return DistributedSampler(list(range(rows)), num_replicas=4, rank=1, shuffle=shuffle)  # type: ignore[arg-type]
 
 
+class Wrapped(list[int]):
+    """A sampler as a data set: so Lightning, and Catalyst's many copies, cut a script's own sampler into shares."""
+
+    def __init__(self, sampler: Sampler[Any]) -> None:
+        super().__init__(ROWS)
+        self._sampler = sampler
+
+
+def wrapped(sampler: Sampler[Any]) -> DistributedSampler[int]:
+    return DistributedSampler(Wrapped(sampler), num_replicas=4, rank=1, shuffle=False)  # type: ignore[arg-type]
+
+
 ROWS = list(range(10))
 
 
@@ -76,7 +88,10 @@ ROWS = list(range(10))
         (iter(DataLoader(ROWS)), 1, DataFacts(10, False)),  # type: ignore[arg-type]
         (DataLoader(ROWS, shuffle=True), 4, DataFacts(None, True)),  # type: ignore[arg-type] # split before, or not?
         (RandomSampler(ROWS), 1, DataFacts(10, True)),
-        (DataLoader(ROWS, batch_sampler=ByEpoch()), 1, DataFacts(10, False)),  # type: ignore[arg-type]
+        (DataLoader(ROWS, batch_sampler=ByEpoch()), 1, DataFacts(10, None, by_epoch=True)),  # type: ignore[arg-type]
+        (DataLoader(ROWS, sampler=wrapped(ByEpoch())), 4, DataFacts(10, None, by_epoch=True)),  # type: ignore[arg-type]
+        (DataLoader(ROWS, sampler=wrapped(RandomSampler(ROWS))), 4, DataFacts(10, True)),  # type: ignore[arg-type]
+        (DataLoader(ROWS, sampler=wrapped(SequentialSampler(ROWS))), 4, DataFacts(10, False)),  # type: ignore[arg-type]
         (DataLoader(Streamed(True)), 1, DataFacts(by_epoch=True)),
         (DataLoader(Streamed(False)), 1, DataFacts()),
         (SequentialSampler(ROWS), 1, DataFacts(10, False)),
