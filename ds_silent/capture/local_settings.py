@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -97,16 +97,14 @@ class LocalSettings:
         self._optimizers = optimizers
         self._hooks = ScriptHooks() if framework is None else framework.script_hooks
         self._counts = StepCounts() if framework is None else framework.counts
+        self._module, self._framework = module, framework
         named = [(name or type(module).__name__, inner) for name, inner in module.named_modules()]
         self._module_names, self._modules = [name for name, _ in named], [inner for _, inner in named]
-        self._parameter_names = [name for name, _ in module.named_parameters()]
-        self._parameters = list(module.parameters())
-        self._untrained: Untrained | None = Untrained(framework, self._parameter_names, self._parameters)
-        self._names_by_id = {id(p): name for name, p in module.named_parameters()}
+        self._untrained: Untrained | None = None
+        self._take_parameters(dict(module.named_parameters()))
         self._numbers = Numbers(module)
         self.autocast = Autocast()
-        self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
-        self._holdings: Holdings = ()
+        self._measured = 0  # steps
         self._own: list[int] = []  # places of the groups that hold parameters of the model
         self._modes = self._trainable = b""
         self._looks: dict[int, _Look] = {}
@@ -115,6 +113,26 @@ class LocalSettings:
         self.objective = LocalObjective(module)  # what this rank's backwards begin with
         self._state: tuple[bytes, ...] = ()
         self.deal: Callable[[], Deal] = Deal  # how the rows come to this rank
+
+    def _take_parameters(self, named: dict[str, nn.Parameter]) -> None:
+        self._parameter_names, self._parameters = list(named), list(named.values())
+        self._names_by_id = {id(parameter): name for name, parameter in named.items()}
+        self._untrained = Untrained(self._framework, self._parameter_names, self._parameters)
+        self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
+        self._holdings: Holdings = ()
+
+    def _look_for_new_parameters(self) -> None:
+        """Take those that the script has put in the place of others, or beside them, since the last look.
+
+        There is one at the steps 1, 2, 4, 8, ... of those that are measured; none where a forward swaps parameters.
+        """
+        self._measured += 1
+        if self._measured & (self._measured - 1) or getattr(self._framework, "weights_sharded", False):
+            return
+        named = dict(self._module.named_parameters())
+        same = len(named) == len(self._parameters) and all(map(is_, named.values(), self._parameters))
+        if not same and self._untrained is not None:
+            self._take_parameters(named)
 
     def ignore_untrained(self) -> None:
         """Stop looking for parameters that nothing trains: they are reported already."""
@@ -152,6 +170,7 @@ class LocalSettings:
         """
         if not self._modes:
             self.look_at_modes()
+        self._look_for_new_parameters()
         self.objective.measured(step)
         look = self._look()
         self._looks.pop(step, None)  # a step that is taken again is the newest

@@ -88,6 +88,11 @@ def freeze(script: Script) -> None:
     script.module.last.requires_grad_(False)
 
 
+def replace_last(script: Script) -> None:
+    """As who ties or resizes an embedding behind what wraps and trains it."""
+    script.module.last.weight = nn.Parameter(script.module.last.weight.detach().clone())
+
+
 @dataclass(frozen=True)
 class Case:
     late: Callable[[Script], None] | None = None
@@ -115,6 +120,7 @@ CASES = {
     "staged, the wrapper alone anew": Case(wrap_anew),
     "frozen later": Case(freeze),
     "frozen as it begins": Case(unfreeze, thawed=True, before=False),
+    "replaced": Case(replace_last, expected=(("unreduced-gradient", "last.weight", 4),)),
     "unfrozen under fully_shard": Case(unfreeze, framework="fsdp2"),
     "unfrozen": Case(unfreeze, expected=UNREDUCED, says=("on all ranks", "Build DistributedDataParallel")),
     "unfrozen, and given to the optimizer": Case(unfreeze_into_a_group, holds="trainable", expected=UNREDUCED),
