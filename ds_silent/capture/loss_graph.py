@@ -94,6 +94,7 @@ class Term:
     below: tuple[str, ...] = ()  # the script's own numbers in what the loss is made of, such as a temperature
     filled: _Filled | None = None
     smoothing: Term | None = None  # what smooths the same labels: a sum over the classes
+    left: float = 1.0  # of a label's weight 1 to its own class, by cross_entropy's label_smoothing
 
     @property
     def nodes(self) -> list[tuple[Any, Term]]:
@@ -172,7 +173,7 @@ def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> lis
 
 
 def _added_up(way: _Way, name: str, count: int) -> list[Term]:
-    """Return what a sum or mean adds up: per-label losses if they are near, else the script's own numbers."""
+    """Return what a sum or mean adds up: losses per label if they are near, else the script's own numbers."""
     mean = name.startswith("Mean")
     start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor, way.constants)
     waiting, losses, end = deque(start.on()), list[Term](), None
@@ -276,7 +277,8 @@ def _loss(way: _Way, name: str) -> Term | None:
     names, shown = (*way.names, name), (*way.shown, name)
     constants = replace(way.constants, by_items=way.constants.by_items and operation.startswith("NllLoss"))
     term = Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants, above=way.constants)
-    term.below = _numbers_below(node)
+    own = (float(one.rpartition(" ")[2]) for one in way.names if one.startswith(_OWN))
+    term.below, term.left = _numbers_below(node), (math.prod(own) or 1.0) if operation.startswith("NllLoss") else 1.0
     return term
 
 
@@ -287,7 +289,7 @@ def _numbers_below(node: Any) -> tuple[str, ...]:
         inner = [one for one, _ in node.next_functions if one is not None]
         if len(inner) != 1:  # of several ways, or of none
             break
-        [node] = inner
+        node = inner[0]
         name = node.name()
         operation = name.partition("Backward")[0]
         if operation not in _BELOW:

@@ -251,10 +251,11 @@ def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) 
         gradient = gradients[0]
         if type(gradient) is not Tensor:
             one.known = False
-        elif term.kind == EACH:
-            one.each.append(_of_each(gradient.detach(), term.labels))
+            return
+        flow = gradient.detach() if term.left == 1.0 else gradient.detach() / term.left
+        if term.kind == EACH:
+            one.each.append(_of_each(flow, term.labels))
         else:
-            flow = gradient.detach()
             one.flows.append((term, flow.abs() if term.by_hand else flow))
     except Exception:
         one.known = False

@@ -89,7 +89,7 @@ READ: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float, float, flo
         (1, 1 / 48, 1 / 48, 48),
     ),
     "smooth l1": (lambda x: F.smooth_l1_loss(x, torch.zeros(ROWS, CLASSES), reduction="sum"), (48, 1, 1, 48)),
-    "smoothed": (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), (0.9, 0.225, 0.225, 4)),
+    "smoothed": (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), (1.0, 0.25, 0.25, 4)),
     "with another": (lambda x: F.cross_entropy(x, TARGETS) + 0.1 * x.square().mean(), (1, 1 / 4, 1 / 4, 4)),
     "class weights": (
         lambda x: F.cross_entropy(x, TARGETS, weight=CLASS_WEIGHTS, reduction="sum") / 15,
