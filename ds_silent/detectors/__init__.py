@@ -45,7 +45,7 @@ from ds_silent.text import TORCH, Words
 __all__ = ["Finding", "Judge"]
 
 _BY_CHANCE = 4  # detectors that share the false-alarm rate
-_VERSION = 7  # of the state
+_VERSION = 8  # of the state
 
 
 def log_steps(config: DetectorsConfig, interval: int) -> float:

@@ -13,6 +13,10 @@ evidence of a wrong order, nor of low coverage. Of the n different rows that a r
 each bring one of the w newest with probability at most w / n: a single rank's p is at least that. A rank that is stuck
 had other rows before, and so a large n.
 
+**A batch that is drawn again by chance** (a pool of generated images, a replay buffer) brings all of its rows at once:
+once ranks have taken batches again and gone on, without having been named, a step counts as one draw and not as many,
+unless one pool deals to all ranks at random.
+
 **A rank that has no new rows** took the same tensors again, at step after step, while the others' were new: that is no
 matter of evidence.
 """
@@ -43,7 +47,7 @@ class RepeatTest(Detector):
     """Follow each rank's own repeats; ``attributed``: those of the newest step by ranks that these speak against."""
 
     key = "repeats"
-    stored = ("evidence", "lately", "since")
+    stored = ("evidence", "lately", "since", "by_batch")
 
     def __init__(self, log_threshold: float):
         self.attributed = 0.0
@@ -54,6 +58,8 @@ class RepeatTest(Detector):
         self._evidence: Array = np.full((ranks, len(_STUCK)), -np.inf)
         self._lately: Array = np.zeros((2, ranks))  # repeats and rows, the older the less
         self._since: dict[int, int] = {}  # of the ranks that are named
+        self._whole = np.zeros(ranks, dtype=bool)  # most rows of the newest step came again
+        self._by_batch = False  # batches are drawn again by chance
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return the finding of one step, if any; without ids nothing changes."""
@@ -73,7 +79,8 @@ class RepeatTest(Detector):
             expected = np.maximum(expected, np.minimum(1.0, shard))
         threshold = self._threshold + math.log(ranks)
         p = np.minimum(expected[:, None], _STUCK)  # a rate that is expected is no evidence: q = p makes it 0
-        gain = log_gain(repeats[:, None], rows[:, None], _STUCK, p)
+        draws = self._draws(repeats, rows, by_chance=extras.dealt != "random")
+        gain = log_gain((repeats * draws)[:, None], (rows * draws)[:, None], _STUCK, p)
         self._evidence, grown = grown_evidence(self._evidence, gain, threshold)
         scores, uncut = mean_evidence(self._evidence), mean_evidence(grown)
         nearest = int(np.argmax(uncut))
@@ -85,6 +92,14 @@ class RepeatTest(Detector):
                 self._since.pop(rank, None)
         self.attributed = float(repeats[(gain > 0.0).any(axis=1)].sum())
         return [self._finding(repeats, rows, uncut, threshold)] if self._since else []
+
+    def _draws(self, repeats: Array, rows: Array, by_chance: bool) -> Array:
+        """Return what each rank's rows count, (N,): together as one draw where batches come again by chance."""
+        whole = 2 * repeats > rows
+        gone_on = self._whole & ~whole if len(self._whole) == len(whole) else np.zeros_like(whole)  # a resume forgets
+        gone_on[list(self._since)] = False
+        self._whole, self._by_batch = whole, self._by_batch or bool(gone_on.any())
+        return np.asarray(1.0 / np.maximum(1.0, rows)) if self._by_batch and by_chance else np.ones(len(rows))
 
     def _stuck_for_sure(self, record: StepRecord, stuck: tuple[int, ...]) -> Finding:
         """Name ranks of which it is no matter of evidence, until they have new rows."""

@@ -36,7 +36,7 @@ from ds_silent.framework import Framework, Moments, Part, StepCounts
 from ds_silent.frameworks import torch_common
 from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
 from ds_silent.kernels.checksums import Items, Replica
-from ds_silent.patches import Patches, behind_closure
+from ds_silent.patches import Patches, behind_closure, outside_transforms
 from ds_silent.patches.script_hooks import ScriptHooks
 
 
@@ -95,8 +95,9 @@ class TorchLoop:
     ) -> None:
         """Register every hook; ``stored``: the parameters that hold the gradients."""
         self._moments, patches = moments, self._patches
-        patches.hook(self._module.register_forward_pre_hook, self._forward, with_kwargs=True)
-        patches.hook(self._module.register_forward_hook, self._forwarded, always_call=True)
+        forward, forwarded = map(outside_transforms, (self._forward, self._forwarded))
+        patches.hook(self._module.register_forward_pre_hook, forward, with_kwargs=True)
+        patches.hook(self._module.register_forward_hook, forwarded, always_call=True)
         gradient, self._loss_scaled = map(patches.in_backward, (self._gradient, moments.on_loss_scaled))
         for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             with torch_common.needing_gradient(parameter):  # another of several optimizers may have its turn

@@ -267,3 +267,16 @@ def behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> tuple[A
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluated}
     return (args[0], evaluated, *args[2:]), kwargs
+
+
+def outside_transforms(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that is not called where torch.func runs the script's function, as for each row's own gradient."""
+
+    import torch
+
+    @functools.wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            hook(*args, **kwargs)
+
+    return called

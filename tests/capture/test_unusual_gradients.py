@@ -155,3 +155,32 @@ def test_what_was_not_read_before_the_script_reduced_it_is_not_zero(tmp_path: Pa
     """Once a parameter was said to have a gradient of exactly zero on one rank, as its share of the aggregate is."""
     events = run_distributed(reduced_by_hand, 2, (str(tmp_path),))[0]
     assert [event for event in events if event["severity"] != "info" or event["kind"] == "zero-gradient"] == []
+
+
+def each_rows_gradients(directory: str) -> tuple[int, list[str]]:
+    """Rows' own gradients by torch.func beside DDP's, as private training clips them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+
+    def loss_of(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(module, parameters, (row[None],))
+        return out.square().mean()
+
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for _ in range(4):
+            rows = torch.randn(5, 8)
+            own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+            torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(own, rows)
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    samples = [record["samples"] for record in read_metrics(Path(directory) / "metrics.jsonl")]
+    return samples[-1], [event["kind"] for event in read_events(Path(directory) / "events.jsonl")]
+
+
+def test_forwards_inside_a_transform_are_the_scripts_own(tmp_path: Path) -> None:
+    samples, kinds = run_distributed(each_rows_gradients, 2, (str(tmp_path),))[0]
+    assert (samples, [kind for kind in kinds if kind != "same-draws"]) == (40, [])

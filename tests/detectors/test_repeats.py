@@ -131,3 +131,33 @@ def test_it_goes_on_after_a_resume() -> None:
     two = Run(4, batch=1, rows=400)
     two.go(3)
     assert [(e.step, e.ranks) for e in one.go(17, (2,))] == [(e.step, e.ranks) for e in two.go(20, (2,))]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pool_whose_batches_are_drawn_again_by_chance_is_no_fault(seed: int) -> None:
+    """CycleGAN's discriminators take one of the newest 20 batches of fakes: it was an error of 8 rows at once."""
+    random, judge, recent, ranks = np.random.default_rng(seed), Judge(DetectorsConfig()), RecentRows(), 2
+    for step in range(1, 801):
+        newest = random.integers(max(0, step - 20), step, size=ranks)
+        ids = [np.arange(8) + 8 * (batch + 10_000 * rank) for rank, batch in enumerate(newest)]
+        repeats = recent.repeats(*by_rank(ids), ranks)
+        passes = OwnPasses(recent.window, recent.distinct, taken=recent.taken)
+        evidence = Evidence(own_rows=(8,) * ranks, own_repeats=repeats, passes=passes)
+        events = judge.step(StepRecord(step, 16 * step, None, ranks), evidence)
+        assert [event for event in events if event.severity != "info"] == [], step
+
+
+def test_a_loader_that_is_stuck_is_told_where_batches_come_again_by_chance() -> None:
+    random, judge, recent, ranks, told = np.random.default_rng(1), Judge(DetectorsConfig()), RecentRows(), 4, []
+    for step in range(1, 121):
+        newest = random.integers(max(0, step - 20), step, size=ranks)
+        newest[2] = newest[2] if step < 100 else 77
+        ids = [np.arange(8) + 8 * (batch + 10_000 * rank) for rank, batch in enumerate(newest)]
+        repeats = recent.repeats(*by_rank(ids), ranks)
+        evidence = Evidence(
+            own_rows=(8,) * ranks, own_repeats=repeats, passes=OwnPasses(recent.window, recent.distinct)
+        )
+        told += judge.step(StepRecord(step, 32 * step, None, ranks), evidence)
+    [event] = [event for event in told if event.severity != "info"]
+    assert (event.kind, event.ranks) == ("data-order-mismatch", (2,))
+    assert 100 < event.step <= 115
