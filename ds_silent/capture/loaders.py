@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler, dataloader
+from torch.utils.data import DataLoader, IterableDataset, Sampler, dataloader
 
 from ds_silent.capture.data_set import held_by
 from ds_silent.capture.deals import Deal, deal_of
@@ -325,6 +325,9 @@ def _takes_epochs(source: Any) -> bool:
     ``_shuffling`` is that of datasets' ``IterableDataset`` (2.14 to 4.4). A loader's own ``set_epoch`` says nothing.
     """
     data = getattr(source, "dataset", getattr(source, "_dataset", None))
-    if getattr(getattr(data, "dataset", data), "_shuffling", None) is not None:
+    inner = getattr(data, "dataset", data)
+    if hasattr(inner, "_shuffling") or hasattr(data, "_shuffling"):
+        return getattr(inner, "_shuffling", None) is not None
+    if isinstance(data, IterableDataset) and callable(getattr(data, "set_epoch", None)):
         return True
     return isinstance(source, Sampler) and callable(getattr(source, "set_epoch", None))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -116,6 +116,9 @@ class LocalSettings:
 
     def _take_parameters(self, named: dict[str, nn.Parameter]) -> None:
         self._parameter_names, self._parameters = list(named), list(named.values())
+        holders = [inner._parameters for inner in self._module.modules()]
+        places = {id(one): (holder, key) for holder in holders for key, one in holder.items()}
+        self._places = [places.get(id(parameter), ({}, "")) for parameter in self._parameters]
         self._names_by_id = {id(parameter): name for name, parameter in named.items()}
         self._untrained = Untrained(self._framework, self._parameter_names, self._parameters)
         self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
@@ -124,14 +127,17 @@ class LocalSettings:
     def _look_for_new_parameters(self) -> None:
         """Take those that the script has put in the place of others, or beside them, since the last look.
 
-        There is one at the steps 1, 2, 4, 8, ... of those that are measured; none where a forward swaps parameters.
+        There is one at the steps 1, 2, 4, 8, ... of those that are measured, and at each whether the known ones are in
+        their places; none where a forward swaps parameters.
         """
         self._measured += 1
-        if self._measured & (self._measured - 1) or getattr(self._framework, "weights_sharded", False):
+        if getattr(self._framework, "weights_sharded", False) or self._untrained is None:
+            return
+        there = all(held.get(key) is one for (held, key), one in zip(self._places, self._parameters, strict=True))
+        if there and self._measured & (self._measured - 1):
             return
         named = dict(self._module.named_parameters())
-        same = len(named) == len(self._parameters) and all(map(is_, named.values(), self._parameters))
-        if not same and self._untrained is not None:
+        if not there or len(named) != len(self._parameters):
             self._take_parameters(named)
 
     def ignore_untrained(self) -> None:

@@ -152,13 +152,13 @@ def reported(missed: Missed, step: int) -> tuple[Unlike, ...]:
                 ranks=(),
                 where=listed(missed.unreduced, SHOWN_PARAMETERS),
                 message=f"{_these(missed.unreduced)} a gradient on all ranks that DistributedDataParallel does not "
-                "reduce, because none was needed when it was built: from this step on the replicas part.",
+                "reduce, because it needed none, or was not there, at its start: from this step on the replicas part.",
                 remedy="Build DistributedDataParallel (and the observer) anew behind requires_grad_(True), or let "
                 "every parameter that is ever trained need a gradient when it is built; go back to the last checkpoint "
                 "before this step.",
                 since=step,
                 kind="unreduced-gradient",
-                effects=("replica-drift",),
+                effects=("replica-drift", "integrity handed"),  # each rank clips by another norm then
             )
         )
     if missed.ignored:

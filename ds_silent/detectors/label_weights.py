@@ -87,7 +87,8 @@ class LabelWeightsTest(Detector):
             return _finding("sum", message, _remedy(total), total, record.step)
         if multiple is not None and _is_broken(multiple, weights, ranks):
             message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
-            return _finding("sum", message, _remedy(total), total, record.step)
+            own = f"{_OF_TRANSFORMERS} Else: " if _of_the_mean(weights) is None and _is_mean(weights) else ""
+            return _finding("sum", message, f"{own}{_remedy(total)}", total, record.step)
         changed = _changed(weights)
         if weights.promise is not None and not _near(changed, 1.0):
             given = f"{weights.promise.by} promises to multiply them by nothing."
@@ -323,6 +324,12 @@ def _added_up(record: StepRecord, evidence: Evidence) -> Finding | None:
     sentence = _sentence(float(count), Multiple(1, 0), count, record.world_size)
     message = f"{sentence} {evidence.undivided.by} promises the mean."
     return _finding("sum", message, _remedy(float(count)), float(count), record.step)
+
+
+_OF_TRANSFORMERS = (
+    "If the model itself makes a mean of its loss (transformers' BERT, Whisper and Segformer do), "
+    "set model.accepts_loss_kwargs = False before the Trainer is made."
+)
 
 
 def _remedy(total: float) -> str:

@@ -40,8 +40,8 @@ _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon
 
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
 _UNCALLED = (
-    "a DistributedDataParallel was made, but it was never called in training, so its gradients are not reduced: call "
-    "ddp(x), not ddp.module(x)"
+    "a DistributedDataParallel was made, but it was never called in training, so it reduces no gradient: call ddp(x), "
+    "not ddp.module(x)"
 )
 _COMPILED = (
     "no call of a DistributedDataParallel in training was seen: where torch.compile hides it, call ds_silent.attach in "

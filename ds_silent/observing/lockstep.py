@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ds_silent.distributed.parts import outvoted, parts_of, ranks_of
+from ds_silent.distributed.parts import SHOWN_RANKS, outvoted, parts_of, ranks_of
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import ASTRAY, BROKE, LEFT, UNEVEN, UNSEEN, WITHIN, Gathered, Status
 from ds_silent.records import Event, EventKind, Severity
@@ -173,7 +173,10 @@ def elsewhere_event(step: int, steps: list[float], boundaries: list[float]) -> E
 
 
 def _named(odd: tuple[int, ...], verb: str, what: str, counts: list[float]) -> str:
-    shown = ", ".join(f"{int(count)} on {counts.count(count)} of them" for count in sorted(set(counts))[:3])
+    parts = {count: tuple(rank for rank, own in enumerate(counts) if own == count) for count in sorted(set(counts))}
+    few = len(counts) <= SHOWN_RANKS
+    each = [f"{int(count)} on {ranks_of(part) if few else f'{len(part)} of them'}" for count, part in parts.items()]
+    shown = ", ".join(each[:3])
     if len(odd) == 1:
         verb = {"are": "is", "have": "has"}[verb]
     named = f"{ranks_of(odd)} {verb} {what} than the others" if odd else f"some ranks {verb} {what}"

@@ -152,7 +152,7 @@ def _asked(items: Sequence[Item], ranks: EveryRank) -> PreflightOutcome:
     for column, members in enumerate(joint, len(single)):
         said |= dict.fromkeys(members, Said.of(answers[:, column], joint=True))
     outcome = judged(items, ranks.size, said, {})
-    wrong = [index for index in sorted(said) if not outcome.items[index].ok][:MAX_TEXTS]
+    wrong = _in_turns(items, [index for index in sorted(said) if not outcome.items[index].ok])[:MAX_TEXTS]
     slots = [(index, part[0]) for index in wrong for part in said[index].parts[:MAX_VALUES]]
     if not slots:
         return outcome
@@ -161,6 +161,16 @@ def _asked(items: Sequence[Item], ranks: EveryRank) -> PreflightOutcome:
     for (index, _), text in zip(slots, spoken, strict=True):
         texts[index].append(text)
     return judged(items, ranks.size, said, texts)
+
+
+def _in_turns(items: Sequence[Item], places: Sequence[int]) -> list[int]:
+    """Order places so that each group has its turn: of many weights that differ, not all come first."""
+    of_group: Counter[str] = Counter()
+    turns = []
+    for place in places:
+        of_group[items[place].group] += 1
+        turns.append((of_group[items[place].group], place))
+    return [place for _, place in sorted(turns)]
 
 
 def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[list[int], list[list[int]]]:

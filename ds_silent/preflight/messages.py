@@ -177,7 +177,7 @@ def table(outcome: PreflightOutcome) -> Table:
         if fine:
             verdicts = Counter(_PLAIN.get(short := verdict(one), short) for one in fine)
             said = ", ".join(f"{count} {words}" for words, count in verdicts.items())
-            drawn.add_row(group, f"{len(fine)} items", Text(said, style="green"))
+            drawn.add_row(group, f"{len(fine)} item{'s' * (len(fine) != 1)}", Text(said, style="green"))
         wrong = [one for one in members if not one.ok]
         for one in wrong[:MAX_ROWS]:
             name, value = one_line(one.item.name), one_line(" | ".join(short_numbers(one.texts)))

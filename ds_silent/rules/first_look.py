@@ -168,6 +168,8 @@ def _scaled_adapters(framework: Framework) -> Breach | None:
 
 def _scaling(config: Any, module: str) -> float | None:
     """Return what a LoRA configuration of peft says of a module; None where a pattern is more than a name."""
+    if str(getattr(config, "peft_type", "LORA")).rpartition(".")[2] != "LORA":  # AdaLoRA scales by alpha alone
+        return None
     values = []
     for name, patterns in (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern")):
         own = getattr(config, patterns, None) or {}

@@ -120,7 +120,7 @@ CASES = {
     "staged, the wrapper alone anew": Case(wrap_anew),
     "frozen later": Case(freeze),
     "frozen as it begins": Case(unfreeze, thawed=True, before=False),
-    "replaced": Case(replace_last, expected=(("unreduced-gradient", "last.weight", 4),)),
+    "replaced": Case(replace_last, expected=(("unreduced-gradient", "last.weight", LATE),)),
     "unfrozen under fully_shard": Case(unfreeze, framework="fsdp2"),
     "unfrozen": Case(unfreeze, expected=UNREDUCED, says=("on all ranks", "Build DistributedDataParallel")),
     "unfrozen, and given to the optimizer": Case(unfreeze_into_a_group, holds="trainable", expected=UNREDUCED),

@@ -94,7 +94,7 @@ def test_it_is_an_error_that_names_the_rank_and_observation_goes_on(tmp_path: Pa
         told = [("initial-weights-mismatch", "error", [1], "checkpoint", first)] if older else []
         assert [tuple(e[k] for k in ("kind", "severity", "ranks", "where", "step")) for e in found] == told, events
         if older:
-            assert "(5 on 1 of them, 9 on 2 of them): another checkpoint" in found[0]["message"]
+            assert "(5 on rank 1, 9 on ranks 0, 2): another checkpoint" in found[0]["message"]
         steps = [step for step in results[0][number]["steps"] if step >= first]
         if status is None:
             assert steps == [step for step in range(first, first + STEPS) if step % every == 0]

@@ -26,6 +26,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from ds_silent.records import to_json
+from ds_silent.runs.events import in_words
 from ds_silent.runs.lines import METRICS
 from ds_silent.runs.run import ReadingError, find_runs, newest_of, newest_run
 from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
@@ -166,7 +167,7 @@ def lines_of(view: Snapshot, now: float) -> list[str]:
         lines.append(f"step {view.step}, {view.measured} measured here, {view.ranks} ranks{age}")
     if view.data:
         lines.append(f"data: {view.data}")
-    lines.append("events: " + ", ".join(f"{count} {severity}" for severity, count in view.counts.items()))
+    lines.append(f"events: {in_words(view.findings or view.counts) or 'none'}")
     for metric in METRICS:
         if curve := view.curves.get(metric):
             lines.append(f"{metric}: {curve[-1]:.6g} {view.spreads.get(metric, '')}".rstrip())

@@ -86,6 +86,7 @@ class Snapshot:
     rows: tuple[RankRow, ...] = ()
     events: tuple[EventLine, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    findings: Mapping[str, int] = field(default_factory=dict)
     seconds: float | None = None
     observe: float | None = None
     written: float | None = None
@@ -146,6 +147,7 @@ class Watched:
             rows=self._rows(),
             events=tuple(run.events.recent),
             counts=dict(run.events.counts),
+            findings=dict(run.events.findings),
             seconds=_finite(values.get("step seconds")),
             observe=_finite(values.get("observe seconds")),
             written=self._written and (self._grown or self._written),
