@@ -9,7 +9,6 @@ that a script's own hooks have packed (checkpoints, tensors moved to the host) a
 from __future__ import annotations
 
 import math
-import re
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -123,8 +122,8 @@ class _Way:
             return _Way(self.node, self.place, (*self.names, name), (*self.shown, name), self.factor, constants)
         shown = name if times is None else f"{name} x {times:.6g}"
         factor = self.factor * (1.0 if times is None else times)
+        constants = self.constants if name == _OWN else self.constants.through(operation, times)
         name = shown if name == _OWN else name
-        constants = self.constants.through(operation, times)
         return _Way(self.node, self.place, (*self.names, name), (*self.shown, shown), factor, constants)
 
     def on(self) -> Iterable[_Way]:
@@ -151,7 +150,7 @@ def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> lis
     waiting, found = deque([_Way(root.grad_fn, root.output_nr)]), list[Term]()
     for _ in range(NODES):
         if not waiting:
-            return _smoothed(found)
+            return _smoothed(_without_own_smoothing(found))
         way = waiting.popleft()
         if handed is not None and (way.node._sequence_nr(), way.place) == handed:
             way = replace(way, constants=Constants(wrapper=way.factor))
@@ -225,6 +224,16 @@ def _filled(node: Any, mask: Tensor, by_items: bool) -> _Filled | None:
     return _Filled(mask.data_ptr(), made_of, classes, by_items)
 
 
+def _without_own_smoothing(terms: list[Term]) -> list[Term]:
+    """Leave out the terms by which cross_entropy smooths its labels: they belong to those that it leaves less."""
+    for own in [term for term in terms if term.left != 1.0]:
+        place = next(place for place, name in enumerate(own.names) if name.startswith(_OWN))
+        beside = [one for one in terms if one is not own and one.names[:place] == own.names[:place]]
+        left_out = {id(one) for one in beside if one.names[place].startswith(_OWN)}
+        terms = [one for one in terms if id(one) not in left_out]
+    return terms
+
+
 def _smoothed(terms: list[Term]) -> list[Term]:
     """Join a label's own term with the one that smooths it over the classes, as a Trainer's LabelSmoother makes them.
 
@@ -279,6 +288,7 @@ def _loss(way: _Way, name: str) -> Term | None:
     term = Term(node, kind, reduction == 1, names, shown, way.factor, labels, number, constants, above=way.constants)
     own = (float(one.rpartition(" ")[2]) for one in way.names if one.startswith(_OWN))
     term.below, term.left = _numbers_below(node), (math.prod(own) or 1.0) if operation.startswith("NllLoss") else 1.0
+    term.factor /= term.left
     return term
 
 
@@ -366,35 +376,3 @@ def _is_divided_by(node: Any, times: float | None, items: Any) -> bool:
         divisor = _saved(node, "other")
         return type(divisor) is Tensor and divisor.numel() == 1 and divisor.data_ptr() == items.data_ptr()
     return isinstance(items, int) and times is not None and math.isclose(times * items, 1.0, rel_tol=1e-6)
-
-
-def is_undivided(ways: Iterable[tuple[str, ...]], parts: int) -> bool:
-    """Tell whether a mean enters the root with weight 1, and nothing on any way may be a division by ``parts``.
-
-    A division, the number 1/parts, a tensor, a sum, and a function of the script's own may each be that division.
-
-    Args:
-        ways: of one root, the ``shown`` of each term down to where it is no scalar.
-    """
-    whole = False
-    for shown in ways:
-        linear = weighs_1 = True
-        mean = any(name.startswith("Mean") or "(mean" in name for name in shown)
-        for name in shown:
-            native = _NATIVE.match(name)
-            if native is None:
-                return False
-            operation, number = native[1], None if native[2] is None else abs(float(native[2]))
-            divides = (
-                operation == "Sum" or (operation == "Mul" and number is None) or (operation == "Div" and number != 1)
-            )
-            if divides or (number is not None and math.isclose(number * parts, 1.0, rel_tol=1e-3)):
-                return False
-            linear = linear and operation in _LINEAR
-            weighs_1 = weighs_1 and (not linear or number in (None, 1.0))
-        whole = whole or (mean and weighs_1)
-    return whole
-
-
-_NATIVE = re.compile(r"(\w+?)Backward\d+(?: x (\S+))?")  # the name of a script's own function has no number
-_LINEAR = frozenset(("Add", "Sub", "Mul", "Div", "Neg", "Rsub", "Mean"))

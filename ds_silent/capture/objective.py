@@ -15,6 +15,8 @@ Python number belongs to the script and is the same on all ranks; one with a ten
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_silent.capture.label_places import LabelPlaces
-from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, is_undivided, losses_in
+from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants, Term, losses_in
 from ds_silent.capture.loss_origin import Crossing, Made, backward_is_compiled, made_by
 from ds_silent.exchange.observation import Objective as Numbers
 from ds_silent.framework import Promise
@@ -177,7 +179,7 @@ class LocalObjective:
     def is_undivided(self, parts: int) -> bool:
         """Tell whether each of ``parts`` backwards surely began with a whole mean, and not with its share."""
         self._settle()
-        return self._count == parts > 1 and bool(self._ways) and all(is_undivided(one, parts) for one in self._ways)
+        return self._count == parts > 1 and bool(self._ways) and all(_is_undivided(one, parts) for one in self._ways)
 
     def measured(self, step: int) -> None:
         """Take the labels of a measured step, whose backwards have ended."""
@@ -293,3 +295,35 @@ def _of_all(term: Term, flow: Tensor) -> Weighed | None:
         return flow * labels, flow, flow, labels
     each = flow / (labels.clamp(min=1.0) if isinstance(labels, Tensor) else max(labels, 1.0))
     return flow, each, each, labels
+
+
+def _is_undivided(ways: Iterable[tuple[str, ...]], parts: int) -> bool:
+    """Tell whether a mean enters the root with weight 1, and nothing on any way may be a division by ``parts``.
+
+    A division, the number 1/parts, a tensor, a sum, and a function of the script's own may each be that division.
+
+    Args:
+        ways: of one root, the ``shown`` of each term down to where it is no scalar.
+    """
+    whole = False
+    for shown in ways:
+        linear = weighs_1 = True
+        mean = any(name.startswith("Mean") or "(mean" in name for name in shown)
+        for name in shown:
+            native = _NATIVE.match(name)
+            if native is None:
+                return False
+            operation, number = native[1], None if native[2] is None else abs(float(native[2]))
+            divides = (
+                operation == "Sum" or (operation == "Mul" and number is None) or (operation == "Div" and number != 1)
+            )
+            if divides or (number is not None and math.isclose(number * parts, 1.0, rel_tol=1e-3)):
+                return False
+            linear = linear and operation in _LINEAR
+            weighs_1 = weighs_1 and (not linear or number in (None, 1.0))
+        whole = whole or (mean and weighs_1)
+    return whole
+
+
+_NATIVE = re.compile(r"(\w+?)Backward\d+(?: x (\S+))?")  # the name of a script's own function has no number
+_LINEAR = frozenset(("Add", "Sub", "Mul", "Div", "Neg", "Rsub", "Mean"))

@@ -561,3 +561,15 @@ def test_a_mean_of_means_has_no_factor_however_many_they_are(parts: int) -> None
         objective := LocalObjective(), sum(F.cross_entropy(x, TARGETS, reduction="sum") for x in [_logits()] * parts)
     )
     assert objective.factor == 1.0  # of several sums each label counts alone
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_what_cross_entropy_smooths_by_itself_is_the_labels_own(ignored: int) -> None:
+    """The part that is smoothed over the classes was another term, so that no promise was checked."""
+    targets = TARGETS.where(TARGETS >= 0, torch.tensor(ignored))
+    loss = F.cross_entropy(_logits(), targets, label_smoothing=0.1, ignore_index=ignored) / 4
+    [term] = terms_of(loss) or []
+    assert (term.constants.divisors, term.constants.times) == ((4.0,), 1.0)
+    assert term.factor == pytest.approx(0.25)
+    both = F.cross_entropy(_logits(), TARGETS, label_smoothing=0.1) + F.cross_entropy(_logits(), TARGETS) * 0.9
+    assert len(terms_of(both) or []) == 2, "another loss beside it stays"
