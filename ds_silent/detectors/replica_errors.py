@@ -23,18 +23,20 @@ class ReplicaErrors(Detector):
 
     def __init__(self) -> None:
         self._found: list[Finding] = []
+        self._equal_at: int | None = None  # the newest step at which they were seen equal
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         seen = evidence.reduction
         if seen is not None and seen.replicas is not None:
-            self._found = replicas(record, seen.replicas, seen.drift)
+            self._found = replicas(record, seen.replicas, seen.drift, self._equal_at)
+            self._equal_at = record.step if len(seen.replicas) == 1 else self._equal_at
         drift = None if seen is None else seen.drift
         self.notes = () if drift is None or not drift.own else (_own_parts(record, drift.own),)
         return self._found
 
 
-def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Finding]:
-    """Find replicas that differ in a comparison."""
+def replicas(record: StepRecord, groups: Parts, drift: Drift | None, equal_at: int | None = None) -> list[Finding]:
+    """Find replicas that differ in a comparison; ``equal_at``: a step that found them equal, where one did."""
     if len(groups) < 2:
         return []
     odd = outvoted(groups)
@@ -55,6 +57,9 @@ def replicas(record: StepRecord, groups: Parts, drift: Drift | None) -> list[Fin
                 before = "or they differed from the start" if since == 1 else "or an earlier one"
                 which = f"one of those of steps {first} to {since}" if first else f"{which} {before}"
             message += f" The first update that left them apart was {which}."
+    elif equal_at is not None and equal_at < record.step - 1:  # the others come no more: which tensors is not known
+        message += f" The first update that left them apart was one of those of steps {equal_at} to {record.step - 1}."
+        since = equal_at
     remedy = (
         "Copy a healthy rank's weights and optimizer state, or go back to a checkpoint whose hashes agree; look for "
         "a rank that skips updates, for code that writes weights on one rank only (an average put in, a checkpoint "

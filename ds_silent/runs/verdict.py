@@ -33,6 +33,7 @@ _RULES = ("objective-mismatch", "update-mismatch", "weights-mismatch", "batch-su
 """Kinds of many faults each: what one says of itself is worth more than what can be said of all."""
 _STATEMENT = re.compile(r"(?:\([^()]*\)|(?!(?:,? since step| \(step|[.:;](?:\s|$)))[^()])+")
 _LONGEST = 160  # characters
+_NEAR = 0.75  # of an alarm: what is no agreement any more
 _SETTINGS = ("config-mismatch", "seed-mismatch", "objective-mismatch", "update-mismatch", "weights-mismatch")
 
 
@@ -204,7 +205,9 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     steps = "the one measured step" if count == 1 else f"all {count:,} measured steps"
     torn = run.unread("metrics.jsonl")
     missing = [check.name.lower() for check in checks if check.state == "not observed"]
-    said = f"{who} agreed at {steps}"
+    said, near = f"{who} agreed at {steps}", _nearest(run, "outlier", newest=True) or 0.0
+    if near >= _NEAR:
+        said = f"No alarm was raised at {steps}, and the comparison of the ranks is at {_percent(near)} of one by now"
     if torn:
         said += f" that are known; {_unread(torn, 'metrics.jsonl')}"
     said += noted(run)
@@ -324,10 +327,14 @@ def _ranks_alike(run: RunRecords) -> _Looked:
     return "", f"{figure}; without {' and '.join(missing)}" if missing else figure
 
 
-def _nearest(run: RunRecords, detector: str, where: str = "") -> float | None:
-    """Return the largest score over its threshold; ``where``: only of numbers whose name begins so."""
-    curves = run.scores.curves.items()
-    shares = [curve.shares() for (one, at), curve in curves if one == detector and at.startswith(where)]
+def _nearest(run: RunRecords, detector: str, where: str = "", newest: bool = False) -> float | None:
+    """Return the largest score over its threshold.
+
+    ``where``: only of numbers whose name begins so; ``newest``: only of the newest measured step.
+    """
+    curves = [curve for (one, at), curve in run.scores.curves.items() if one == detector and at.startswith(where)]
+    last = max((curve.step[-1] for curve in curves if len(curve.step)), default=0)
+    shares = [curve.shares()[np.array(curve.step) == last] if newest else curve.shares() for curve in curves]
     known = finite(np.concatenate([*shares, np.zeros(0)]))
     return float(known.max()) if len(known) else None
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ds_silent.detectors.replica_errors import replicas as replicas_differ
 from ds_silent.replicas.compare import Drift, Replicas
 from tests.support.distributed import run_distributed
-from tests.support.made_records import Run
+from tests.support.made_records import Run, make
 
 
 def drift_every_ten_steps() -> Drift | None:
@@ -98,3 +98,10 @@ def test_a_range_is_told_as_a_range() -> None:
     assert "was that of step 4." in message(Drift(("weight",), groups, 4, 4))
     assert "was one of those of steps 20 to 29." in message(Drift(("weight",), groups, 29, 20))
     assert "first update" not in message(Drift(("buffer",), groups, None))
+
+
+def test_what_is_found_at_the_end_says_when_the_replicas_were_equal_last() -> None:
+    """A training that ended at the very comparison was said to differ since that step."""
+    (finding,) = replicas_differ(make(20, [1.0] * 2, [1.0] * 2, [1.0] * 2), ((0,), (1,)), None, 10)
+    assert finding.message.endswith("The first update that left them apart was one of those of steps 10 to 19.")
+    assert finding.since == 10

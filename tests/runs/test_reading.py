@@ -256,6 +256,17 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     assert verdict.severity == "ok"
 
 
+@pytest.mark.parametrize(("share", "says"), [(0.7, "All 4 ranks agreed at"), (0.95, "No alarm was raised at")])
+def test_ranks_that_are_near_an_alarm_are_not_said_to_agree(share: float, says: str, tmp_path: Path) -> None:
+    """A rank whose labels were random was 95 % of an alarm at the end, and all ranks were said to agree."""
+    run = write(tmp_path)
+    lines = [{"version": 1, "step": 20, "scores": [{"detector": "outlier", "score": share * 16.6, "threshold": 16.6}]}]
+    (run / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    verdict = verdict_of(read_run(run))
+    assert (verdict.severity, verdict.sentence[: len(says)]) == ("ok", says)
+    assert ("is at 95% of one by now" in verdict.sentence) == (share > 0.9)
+
+
 def test_what_was_seen_of_an_epoch_that_was_not_followed_is_not_said(tmp_path: Path) -> None:
     """More rows came at a step than there is room for."""
     sink, run = JsonlSink(tmp_path), Run()
