@@ -104,12 +104,8 @@ class LabelWeightsTest(Detector):
                 f"labels, and {weights.labels} of them are trained."
             )
             remedy = f"Count the labels that the loss counts, and no others. {_remedy(total)}"
-            if _counts_first_labels(weights, total, evidence):
-                message += (
-                    " It is one label more for each row: the count holds a row's first label too, which a causal "
-                    "language model drops as it shifts the labels. transformers' Trainer counts so by itself; the "
-                    "script is not at fault."
-                )
+            if off := _off_by_a_label_each(weights, total, evidence):
+                message += _FIRST_LABELS[off]
                 remedy = f"Do nothing: the gradient is {total:.4g} times as long as that of the labels' mean."
                 return replace(_finding("items", message, remedy, total, record.step), severity="info")
             return _finding("items", message, remedy, total, record.step)
@@ -247,11 +243,20 @@ def _changed(weights: LabelWeights) -> float:
     return weights.passed * constants.wrapper if weights.passed > 0.0 and not constants.by_hand else 1.0
 
 
-def _counts_first_labels(weights: LabelWeights, total: float, evidence: Evidence) -> bool:
-    """Tell whether the loss is divided as for one label more in each row of the step than are trained."""
+_FIRST_LABELS = {
+    1: " It is one label more for each row: the count holds a row's first label too, which a causal language model "
+    "drops as it shifts the labels. transformers' Trainer counts so by itself; the script is not at fault.",
+    -1: " It is one label less for each row: the count leaves a row's first label out, and it is trained, as behind "
+    "the tokens that peft puts before a row (prompt tuning). Then the script is not at fault.",
+}
+
+
+def _off_by_a_label_each(weights: LabelWeights, total: float, evidence: Evidence) -> int:
+    """Return 1 if the loss is divided as for one label more in each row of the step than are trained; -1: for less."""
     if evidence.rows_per_rank is None or evidence.rows_sampled < 1.0:
-        return False
-    return round(weights.labels / total) - weights.labels == sum(evidence.rows_per_rank)
+        return 0
+    more, rows = round(weights.labels / total) - weights.labels, sum(evidence.rows_per_rank)
+    return (more > 0) - (more < 0) if abs(more) == rows else 0
 
 
 def _is_by_items(weights: LabelWeights, ranks: int) -> bool:

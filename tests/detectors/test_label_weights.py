@@ -66,6 +66,14 @@ def test_a_count_that_holds_the_first_label_of_each_row_is_the_trainers(
     assert event.severity == ("info" if by_the_trainer else "warning")
 
 
+def test_a_count_without_the_first_label_of_each_row_is_a_note() -> None:
+    """Prompt tuning: the labels of 16 rows weighed 293 / 277, and it was a warning."""
+    made = Run(ranks=3)
+    seen = Evidence(label_weights=weights(293 / 277, **ITEMS), rows_per_rank=(6, 5, 5))
+    [event] = made.judge.step(made.record(), seen)
+    assert (event.severity, "one label less for each row" in event.message) == ("info", True)
+
+
 SHORT: dict[str, Any] = {"promise": TRAINER, "trainer": TRAINER, "backwards": frozenset({2}), "accumulation": 4}
 
 
