@@ -64,8 +64,9 @@ class RunSummary(Sink):
         if self.directory is not None and not Path(self.directory).is_dir():
             where = f"The records are gone: {self.directory} was deleted or moved while the training ran"
         elif self.directory is not None:
-            broken = ", ".join(type(sink).__name__ for sink in self.files if sink.broken)
-            less = f", not complete ({broken} has stopped writing)" if broken else ""
+            broken = [type(sink).__name__.removesuffix("Sink") for sink in self.files if sink.broken]
+            stopped = f"{', '.join(broken)} {'has' if len(broken) == 1 else 'have'} stopped writing"
+            less = f", not complete ({stopped})" if broken else ""
             where = f"Records in {self.directory}{less}; see them: ds-silent report {shlex.quote(self.directory)}"
         events = in_words(run.events.findings if run else {}) or "no events"
         measured = f"{steps:,} step{'s' * (steps != 1)} measured"
