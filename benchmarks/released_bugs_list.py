@@ -30,6 +30,7 @@ class Bug:
 
 
 COSINE = {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
 DEEPSPEED = (
     Bug(
         "WarmupLR gives every group the first group's rate",
@@ -74,6 +75,16 @@ DEEPSPEED = (
         "objective-mismatch",
         given={"config": {"zero_optimization": {"stage": 1}}, "scaled": True},
         parts="local",
+    ),
+    Bug(
+        "bf16 with fp32 accumulation adds the last micro-batch behind the reduction",
+        "DeepSpeed pull 7985",
+        "accumulated",
+        ("deepspeed==0.18.9",),
+        (),
+        "aggregation-error",
+        given={"config": BF16, "accumulation": 2, "rate": 1.0, "rounds": 0.05},
+        parts="reduced",
     ),
 )
 
@@ -139,6 +150,23 @@ TRAINER = (
         "it is a note, because nobody but transformers can do anything about it",
         given={"first": True},
         parts="local",
+    ),
+    Bug(
+        "the Trainer takes BERT's mean for a sum that it has divided",
+        "in transformers 5.23.0 itself",
+        "masked_words",
+        (),
+        None,
+        "objective-mismatch",
+    ),
+    Bug(
+        "interleave_datasets forgets which rank's rows a data set holds",
+        "datasets issue 7868",
+        "interleaved",
+        ("datasets==3.6.0",),
+        (),
+        "duplicate-data",
+        parts="rows",
     ),
     Bug(
         "the routers' auxiliary loss counts once per micro-batch and rank",

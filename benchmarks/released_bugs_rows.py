@@ -110,3 +110,38 @@ def continued(watch: Watch) -> Found:
     shares = missing(passes, rows)
     errors = (*[0.0] * 5, shares[0], *[0.0] * 5, shares[1])  # a row is left out once its pass is over
     return Found(errors, f"{round(shares[1] * rows)} of {rows} rows are not trained in the continued pass")
+
+
+@case
+def interleaved(watch: Watch) -> Found:
+    """datasets' streams, split by rank and then interleaved: rows of a step that both ranks take."""
+    import torch
+    import torch.distributed as dist
+    from datasets import Dataset, interleave_datasets
+    from datasets.distributed import split_dataset_by_node
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ds_silent
+
+    rows = torch.randn(96, 8, generator=torch.Generator().manual_seed(SEED))
+    stream = Dataset.from_dict({"x": rows.tolist(), "place": list(range(96))}).to_iterable_dataset(num_shards=1)
+    own = split_dataset_by_node(stream, dist.get_rank(), 2)
+    mixed = interleave_datasets([own], seed=SEED, probabilities=[1.0]).with_format("torch")
+    torch.manual_seed(SEED)
+    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    observer = None if watch.block is None else ds_silent.attach(model, optimizer=optimizer, config=watch.block)
+    shares = []
+    for step, batch in enumerate(torch.utils.data.DataLoader(mixed, 8)):
+        if step == 4:
+            break
+        optimizer.zero_grad()
+        model(batch["x"]).square().mean().backward()
+        optimizer.step()
+        held = torch.zeros(96)
+        held[batch["place"]] = 1.0
+        dist.all_reduce(held)
+        shares.append(float((held > 1).sum()) / 8)
+    if observer is not None:
+        observer.close()
+    return Found(tuple(shares), f"{round(8 * shares[0])} of 8 rows of the first step are on both ranks")

@@ -197,6 +197,40 @@ def tokens(watch: Watch, family: str = "Llama", kind: str = "", **given: Any) ->
 
 
 @case
+def masked_words(watch: Watch) -> Found:
+    """The Trainer, and a model whose forward takes further arguments and the mean: the step against that mean."""
+    import torch
+    import transformers
+
+    as_launched()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(SEED)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **dropout))
+    plain, collator, steps = copy.deepcopy(model).double(), Collator(), list[tuple[Any, Any]]()
+    arguments = arguments_of(watch.directory, gradient_accumulation_steps=2)
+    transformers.Trainer(
+        model,
+        arguments,
+        data_collator=collator,
+        train_dataset=uneven_rows(2 * 2 * 2 * STEPS, first=True),
+        callbacks=[*watch.callbacks(), weights_at_steps(model, steps)],
+    ).train()
+    applied, true = [], []
+    for step, (before, after) in enumerate(steps):
+        load(plain, before)
+        plain.zero_grad()
+        for batch in collator.batches[2 * step : 2 * step + 2]:
+            logits = plain(batch["input_ids"], batch["attention_mask"]).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        true.append(mean_over_ranks(flat(one.grad / 2 for one in plain.parameters() if one.grad is not None)))
+        moved = [(old - new) / RATE for old, new in zip(before, after, strict=True)]
+        trained = [one.grad is not None for one in plain.parameters()]
+        applied.append(flat(one for one, own in zip(moved, trained, strict=True) if own))
+    return against(applied, true, "the mean of the losses")
+
+
+@case
 def routers(watch: Watch) -> Found:
     """A mixture of experts: how often the auxiliary loss counts in the routers' steps, beside the tokens' loss."""
     import torch
