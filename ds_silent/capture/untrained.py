@@ -10,6 +10,7 @@ optimizer or another ``DistributedDataParallel`` of the process holds is none of
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,7 +139,8 @@ def _others(own: object) -> tuple[set[int], set[int] | None]:
         if issubclass(kind, torch.optim.Optimizer):
             held |= {id(parameter) for group in getattr(one, "param_groups", ()) for parameter in group["params"]}
         elif issubclass(kind, DistributedDataParallel) and one is not own:
-            reduced |= {id(parameter) for parameter in one.parameters()}
+            with contextlib.suppress(AttributeError):  # one that Python is about to free has lost its attributes
+                reduced |= {id(parameter) for parameter in one.parameters()}
     return reduced, None if gc.get_freeze_count() > frozen_at_start else held
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
+from ds_silent.capture.untrained import _others
 from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.ddp import reduced_parameters
 from ds_silent.sinks.jsonl import read_events
@@ -318,3 +319,11 @@ def test_weights_that_a_script_writes_from_masters_are_trained(tmp_path: Path) -
     *written, forgotten = run_distributed(train_by_masters, 2, (str(tmp_path),))[0]
     assert written == [[], [], []]
     assert forgotten == [(8, "update-mismatch", "warning")]
+
+
+def test_a_wrapper_that_python_is_about_to_free_is_no_other() -> None:
+    """Its reducer may outlive its attributes: once that was an internal error, and the observation was over."""
+    emptied = DistributedDataParallel.__new__(DistributedDataParallel)
+    emptied.__dict__.clear()
+    assert _others(None)[0] == set()
+    assert vars(emptied) == {}
