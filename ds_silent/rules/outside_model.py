@@ -161,10 +161,12 @@ def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
     """Return those that no other wrapper of the process reduces, and what a module calls each; "" where none does."""
     names = {id(one): "" for one in parameters}
     for held in gc.get_objects():
+        if not issubclass(type(held), nn.Module) or "_modules" not in held.__dict__:
+            continue  # or a module that Python is about to free
         if issubclass(type(held), DistributedDataParallel) and held is not own:
             for one in held.parameters():
                 names.pop(id(one), None)
-        elif issubclass(type(held), nn.Module) and "_modules" in held.__dict__:
+        else:
             for path, one in held.named_parameters():
                 name = f"{type(held).__name__}.{path}"
                 if name.count(".") > names.get(id(one), name).count("."):  # the outermost module's
