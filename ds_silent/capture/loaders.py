@@ -292,7 +292,7 @@ def _facts(source: Any, ranks: int) -> DataFacts:
 
 
 def _sampler_within(source: Any) -> Any:
-    """Return the sampler that one cuts into the ranks' shares, as its data set: Lightning's wrapper and Catalyst's."""
+    """Return the sampler that another one cuts into the ranks' shares, as a data set: so do Lightning and Catalyst."""
     data = getattr(source, "dataset", None)
     held = (getattr(data, name, None) for name in ("sampler", "_sampler"))
     return next((one for one in held if isinstance(one, Sampler)), None)

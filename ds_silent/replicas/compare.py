@@ -210,7 +210,8 @@ class Replicas:
         step, names, values = self._checked
         found = compare_checksums(values, group, collective)
         agree = partial(equal_on_all, group=group, collective=collective)
-        weights = found.comparable and found.apart[0] < len(self._parameters)  # differ, of which all ranks have as many
+        # weights differ, of which all ranks have as many
+        weights = found.comparable and min(found.apart, default=0) < len(self._parameters)
         self._states.waits &= not weights
         states = None if weights else self._states.apart(names, values, agree)
         if states is not None:
