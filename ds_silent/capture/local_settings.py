@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -118,7 +118,8 @@ class LocalSettings:
         self._parameter_names, self._parameters = list(named), list(named.values())
         holders = [inner._parameters for inner in self._module.modules()]
         places = {id(one): (holder, key) for holder in holders for key, one in holder.items()}
-        self._places = [places.get(id(parameter), ({}, "")) for parameter in self._parameters]
+        held = [places[id(parameter)] for parameter in self._parameters]
+        self._holders, self._keys = [holder for holder, _ in held], [key for _, key in held]
         self._names_by_id = {id(parameter): name for name, parameter in named.items()}
         self._untrained = Untrained(self._framework, self._parameter_names, self._parameters)
         self._sizes: list[int] = []  # of the optimizers' groups when ``_holdings`` was read
@@ -133,7 +134,7 @@ class LocalSettings:
         self._measured += 1
         if getattr(self._framework, "weights_sharded", False) or self._untrained is None:
             return
-        there = all(held.get(key) is one for (held, key), one in zip(self._places, self._parameters, strict=True))
+        there = all(map(is_, map(dict.get, self._holders, self._keys), self._parameters))
         if there and self._measured & (self._measured - 1):
             return
         named = dict(self._module.named_parameters())

@@ -172,7 +172,7 @@ def terms_of(root: Tensor, handed: Made | None = None, items: Any = None) -> lis
 
 
 def _added_up(way: _Way, name: str, count: int) -> list[Term]:
-    """Return what a sum or mean adds up: losses per label if they are near, else the script's own numbers."""
+    """Return what a sum or mean adds up: per-label losses if they are near, else the script's own numbers."""
     mean = name.startswith("Mean")
     start = _Way(way.node, way.place, (*way.names, name), (*way.shown, name), way.factor, way.constants)
     waiting, losses, end = deque(start.on()), list[Term](), None
@@ -299,7 +299,7 @@ def _numbers_below(node: Any) -> tuple[str, ...]:
         inner = [one for one, _ in node.next_functions if one is not None]
         if len(inner) != 1:  # of several ways, or of none
             break
-        node = inner[0]
+        [node] = inner
         name = node.name()
         operation = name.partition("Backward")[0]
         if operation not in _BELOW:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,10 @@ class Dealt(torch.optim.Optimizer):
                 dist.broadcast(parameter.data, owner)
 
 
-def train_states(directory: str, kind: str) -> list[tuple[int, str, str]]:
-    """``kind``: how the optimizer deals its states; "gone wrong": one of plain SGD changes behind the update of 19."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, bias=False)))
-    plain = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    optimizer: Any = plain if kind == "gone wrong" else Dealt(model.parameters(), kind == "everywhere")
+def observed(
+    directory: str, model: Any, optimizer: Any, breaks: Callable[[int], None] = lambda step: None
+) -> list[tuple[int, str, str]]:
+    """Train, and return what is told of the replicas; ``breaks`` is called behind each step's update."""
     block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": INTERVAL}}
     torch.manual_seed(1 + dist.get_rank())
     with ds_silent.observe(model, optimizer, config=block) as observer:
@@ -74,12 +73,26 @@ def train_states(directory: str, kind: str) -> list[tuple[int, str, str]]:
             model(torch.randn(5, 6)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == 19 and dist.get_rank() == 1 and kind == "gone wrong":
-                optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"].mul_(1.5)
+            breaks(step)
         observer.flush()
         dist.barrier()
     told = [event for event in read_events(Path(directory) / "events.jsonl") if event["kind"] == "replica-drift"]
     return [(event["step"], event["severity"], event["where"]) for event in told]
+
+
+def train_states(directory: str, kind: str) -> list[tuple[int, str, str]]:
+    """``kind``: how the optimizer deals its states; "gone wrong": one of plain SGD changes behind the update of 19."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1, bias=False)))
+    plain = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def goes_wrong(step: int) -> None:
+        if step == 19 and dist.get_rank() == 1:
+            plain.state[plain.param_groups[0]["params"][0]]["momentum_buffer"].mul_(1.5)
+
+    if kind == "gone wrong":
+        return observed(directory, model, plain, goes_wrong)
+    return observed(directory, model, Dealt(model.parameters(), kind == "everywhere"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -99,22 +112,16 @@ def train(directory: str, counted: bool = True, synchronised: bool = False, faul
     module = Normalised(counted, synchronised)
     model = DistributedDataParallel(module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    block = {"output_dir": directory, "tensorboard": False, "integrity": {"replica_interval": INTERVAL}}
-    torch.manual_seed(1 + dist.get_rank())
-    with ds_silent.observe(model, optimizer, config=block) as observer:
-        for step in range(1, STEPS + 1):
-            model(torch.randn(5, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 12 and dist.get_rank() == 1 and fault:
-                with torch.no_grad():
-                    (module.constant if fault == "constant" else module.layer.weight).data.add_(0.5)
-        observer.flush()
-        dist.barrier()
-    told = [event for event in read_events(Path(directory) / "events.jsonl") if event["kind"] == "replica-drift"]
+
+    def changes(step: int) -> None:
+        if step == 12 and dist.get_rank() == 1 and fault:
+            with torch.no_grad():
+                (module.constant if fault == "constant" else module.layer.weight).data.add_(0.5)
+
+    told = observed(directory, model, optimizer, changes)
     records = list(read_metrics(Path(directory) / "metrics.jsonl"))
     return {
-        "told": [(event["step"], event["severity"], event["where"]) for event in told],
+        "told": told,
         "compared": [one["step"] for one in records if one["integrity"]["replica_groups"] is not None],
         "verdict": verdict_of(read_run(directory)).severity,
     }
