@@ -70,10 +70,12 @@ def llama(kind: str = "Llama", **given: Any) -> Any:
     if kind == "GPT2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         sizes |= {"attn_pdrop": 0.0, "attn_implementation": "eager"}
+    if kind == "Bert":
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(SEED)
     config = getattr(transformers, f"{kind}Config")
     tokens = {"bos_token_id": 2, "eos_token_id": EOS, "pad_token_id": 0}
-    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    head = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
     return getattr(transformers, f"{kind}{head}")(config(vocab_size=VOCABULARY, **sizes, **tokens, **given))
 
 
@@ -200,33 +202,17 @@ def tokens(watch: Watch, family: str = "Llama", kind: str = "", **given: Any) ->
 def masked_words(watch: Watch) -> Found:
     """The Trainer, and a model whose forward takes further arguments and the mean: the step against that mean."""
     import torch
-    import transformers
 
-    as_launched()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    torch.manual_seed(SEED)
-    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCABULARY, **sizes, **dropout))
-    plain, collator, steps = copy.deepcopy(model).double(), Collator(), list[tuple[Any, Any]]()
-    arguments = arguments_of(watch.directory, gradient_accumulation_steps=2)
-    transformers.Trainer(
-        model,
-        arguments,
-        data_collator=collator,
-        train_dataset=uneven_rows(2 * 2 * 2 * STEPS, first=True),
-        callbacks=[*watch.callbacks(), weights_at_steps(model, steps)],
-    ).train()
-    applied, true = [], []
-    for step, (before, after) in enumerate(steps):
+    _, plain, steps, batches = trained(watch, "Bert", first=True)
+    applied, true, parameters = [], [], list(plain.parameters())
+    for (before, after), own in zip(steps, batches, strict=True):
         load(plain, before)
-        plain.zero_grad()
-        for batch in collator.batches[2 * step : 2 * step + 2]:
-            logits = plain(batch["input_ids"], batch["attention_mask"]).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-        true.append(mean_over_ranks(flat(one.grad / 2 for one in plain.parameters() if one.grad is not None)))
-        moved = [(old - new) / RATE for old, new in zip(before, after, strict=True)]
-        trained = [one.grad is not None for one in plain.parameters()]
-        applied.append(flat(one for one, own in zip(moved, trained, strict=True) if own))
+        loss: Any = 0.0
+        for batch in own:
+            logits = plain(batch["input_ids"], batch["attention_mask"]).logits.flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(logits, batch["labels"].flatten()) / len(own)
+        applied.append((flat(before) - flat(after)) / RATE)
+        true.append(mean_over_ranks(flat(torch.autograd.grad(loss, parameters))))
     return against(applied, true, "the mean of the losses")
 
 

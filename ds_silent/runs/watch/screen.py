@@ -186,7 +186,7 @@ def _state(view: Snapshot, now: float) -> Text:
         parts.append(Text(f"{1 / view.seconds:.1f} steps/s" if fast else f"{view.seconds:.1f} s/step"))
         if view.observe is not None:
             parts.append(Text(f"observing {view.observe / view.seconds:.1%}"))
-    parts.append(Text(f"events: {in_words(view.findings or view.counts) or 'none'}"))
+    parts.append(Text(f"events: {in_words(view.findings) or 'none'}"))
     return Text("  ").join(parts)
 
 

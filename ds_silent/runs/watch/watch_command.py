@@ -167,7 +167,7 @@ def lines_of(view: Snapshot, now: float) -> list[str]:
         lines.append(f"step {view.step}, {view.measured} measured here, {view.ranks} ranks{age}")
     if view.data:
         lines.append(f"data: {view.data}")
-    lines.append(f"events: {in_words(view.findings or view.counts) or 'none'}")
+    lines.append(f"events: {in_words(view.findings) or 'none'}")
     for metric in METRICS:
         if curve := view.curves.get(metric):
             lines.append(f"{metric}: {curve[-1]:.6g} {view.spreads.get(metric, '')}".rstrip())

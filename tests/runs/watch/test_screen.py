@@ -42,6 +42,7 @@ VIEW = Snapshot(
         EventLine(step, "warning", "outlier-rank", "rank 2", f"message {step}", "Look.") for step in range(30)
     ),
     counts={"error": 2, "warning": 1, "info": 0},
+    findings={"error": 2, "warning": 1, "info": 0},
     seconds=0.1,
     observe=0.002,
     written=NOW - 3,
