@@ -128,9 +128,13 @@ class ReductionChecker:
 
     def examine(self, gathered: Gathered) -> ReductionCheck:
         """Examine the reduction of one step, without remembering anything of it."""
+        received, (check, cause) = _received(gathered, self._layout), self._aggregation(gathered)
+        if cause is not None and not received and _reduced_by_script(gathered, cause):
+            check = cause = None
         return ReductionCheck(
-            *self._aggregation(gathered),
-            received=_received(gathered, self._layout),
+            check,
+            cause,
+            received=received,
             overflows=self._arithmetic.communication == torch.float16,
             changed=bool((gathered.reduced.handed_seen != 0.0).any()),
             handed=handed_factors(gathered, self._settings),
@@ -239,6 +243,16 @@ def _received(gathered: Gathered, layout: Layout) -> dict[int, Parts] | None:
     layers = gathered.hashes[:, 1:]
     apart = (layers != layers[0]).any(0).nonzero().flatten().tolist()
     return {layer: parts_of(layers[:, layer].tolist()) for layer in apart}
+
+
+def _reduced_by_script(gathered: Gathered, cause: Cause) -> bool:
+    """Tell whether the script has reduced what a backward had left to each rank, where all ranks hold the same bits.
+
+    So does gradient surgery: of several backwards behind one forward DDP reduces the first alone.
+    """
+    parts = (cause, *cause.elsewhere)
+    own = all(part.kind == "unreduced" for part in parts) and len({part.ranks for part in parts}) > 1
+    return own and on_all(gathered.reduced.handed_seen > 0)
 
 
 # -- what was applied --------------------------------------------------------------------------------------------------

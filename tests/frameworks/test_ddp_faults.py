@@ -57,6 +57,14 @@ def scale_unseen(module: nn.Module, norm: float) -> None:
             parameter.grad.data.mul_(norm)
 
 
+def reduce_anew(module: nn.Module, _: float) -> None:
+    """As gradient surgery does: the mean of the ranks' gradients, put in their place."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong; ``kind`` and ``ranks`` of the first event that is no note, None: nothing is told."""
@@ -67,6 +75,7 @@ class Fault:
     hook: Hook | None = None
     bypassed: bool = False  # the script calls ddp.module
     unsynchronised: bool = False  # the script stays in no_sync() at the step's last backward
+    again: bool = False  # each second step is one more backward of the same forward, which DDP does not reduce
     same_rows: bool = False
     drift: int = 0  # step after which rank 2's weights change
     scaled: float = 1.0  # rank 2's loss
@@ -85,6 +94,8 @@ FAULTS = {
     "a step inside no_sync": Fault(
         "unreduced-gradient", unsynchronised=True, says=("No backward of this step was reduced", "outside of no_sync()")
     ),
+    "a second backward": Fault("unreduced-gradient", step=2, again=True, says=("nothing was reduced",)),
+    "a second backward that the script reduces": Fault(None, again=True, between=reduce_anew),
     "the same rows": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True),
     "the same rows, fully_shard": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True, case=FSDP2Case()),
     "a replica drifts": Fault("replica-drift", (2,), step=4, drift=2),
@@ -131,11 +142,14 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0 if fault.same_rows else rank)
     with ds_silent.observe(model, optimizer, config=block):
-        for step in range(1, STEPS + 1):
+        for step in range(1, (STEPS // 2 if fault.again else STEPS) + 1):
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
             with model.no_sync() if fault.unsynchronised else nullcontext():
                 loss = (model.module if fault.bypassed else model)(tokens, False)
-                (loss * (fault.scaled if rank == 2 else 1.0)).backward()
+                (loss * (fault.scaled if rank == 2 else 1.0)).backward(retain_graph=fault.again)
+            if fault.again:
+                optimizer.zero_grad()
+                loss.backward()
             if fault.between is not None:
                 fault.between(model, fault.norm if rank == 2 else 0.1)
             optimizer.step()
