@@ -15,6 +15,7 @@ Three questions decide. Is the loss off, is the norm off, does the gradient poin
   it is not known, as the others' own cosines are noise, a simple ratio (2, 1/3, the number of ranks) is code.
 * loss far off, norm not by as much: whatever it is, no factor on the loss.
 * norm cut to one value, the same at every step: the rank clips its gradient before the reduction.
+* direction opposite: a sign, unless the loss is higher: a sign that is wrong makes it negative or, behind it, leaves it.
 * direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
 * inputs of another size: whatever follows from it, they come first. Own rows may differ; not by 3 times, and suddenly.
 * another number of rows or label tokens changes how large and how noisy a healthy gradient is.
@@ -127,7 +128,7 @@ def likely_causes(seen: Symptoms, words: Words = TORCH) -> tuple[LikelyCause, ..
     apart = loss * norm < 0.0 and abs(norm) <= math.log(SAME_FACTOR)  # no factor does that
     causes = _of_counts(seen, loss, norm, words)
     if seen.direction == "opposite":
-        causes = [_negated(bool(loss)), *causes, _CORRUPTED]
+        causes = [*([_OTHER_DATA] if loss > 0 else []), _NEGATED, *causes, _CORRUPTED]
     elif seen.norm_constant and norm < 0:
         causes = [_CUT, *causes, _SCALED]
     elif one_factor:
@@ -294,11 +295,11 @@ def _of_inputs(times: float) -> LikelyCause:
     return LikelyCause("inputs-scaled", text, "what normalises this rank's inputs: mean, standard deviation, units")
 
 
-def _negated(loss_off: bool) -> LikelyCause:
-    text = "its gradient points the other way: a sign is wrong in its loss, in a hook or in an optimizer's maximize"
-    return LikelyCause("sign", text + (", and the loss follows" if loss_off else ""), "the sign of this rank's loss")
-
-
+_NEGATED = LikelyCause(
+    "sign",
+    "its gradient points the other way: a sign is wrong in its loss, in a hook or in an optimizer's maximize",
+    "the sign of this rank's loss",
+)
 _MULTIPLIED = LikelyCause(
     "loss-multiplied",
     "its loss is multiplied by what the others' is not (sum instead of mean, a weight, a division that is missing)",

@@ -46,6 +46,9 @@ TOKENS = {"label_tokens": 189.0, "peers_label_tokens": 180.0}
         ({"loss": 0.96, "norm": 1.13, **LOST, "loss_noise": 0.005, "norm_noise": 0.02}, "easier-data"),
         ({"loss": 0.95, "norm": 2.0, **AGREE, "loss_noise": 0.005, "norm_noise": 0.02}, "gradient-counted"),
         ({"loss": 1.0, "norm": 1.0, "cosine": -0.1, "peers_cosine": 0.1, "cosine_noise": 0.02}, "sign"),
+        # random labels on one of two ranks: a wrong sign would not raise a loss of the same weights
+        ({"loss": 1.39, "norm": 1.06, "cosine": -0.74, "past_cosine": 0.3, "cosine_noise": 0.05}, "other-data"),
+        ({"loss": 0.72, "norm": 0.95, "cosine": -0.74, "past_cosine": 0.3, "cosine_noise": 0.05}, "sign"),
         ({"loss": 1.6, "norm": 1.7, **APART}, "other-data"),
         ({"loss": 1.6, "norm": 1.0, **AGREE}, "other-data"),
         ({"loss": 0.5, "norm": 0.8, **AGREE}, "easier-data"),
