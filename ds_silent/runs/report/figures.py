@@ -19,7 +19,7 @@ from ds_silent.runs.report.svg import Mark, Panel, Series, chart
 from ds_silent.runs.run import RunRecords
 from ds_silent.runs.verdict import RunVerdict
 
-_OF_FEW = {4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14}
+_OF_FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
 """By which a median of so few deviations is too small (Croux and Rousseeuw 1992)."""
 _OUTSIDE = 1e-3
 """Share of the steps in which chance alone puts one of the ranks outside of the band."""
@@ -104,7 +104,7 @@ def _outside(view: PlotContext, low: Floats, high: Floats, band: BinnedCurve) ->
     both = np.isfinite(band.low) & np.isfinite(low)
     with np.errstate(invalid="ignore"):
         outside = int((both & ((low < band.low) | (high > band.high))).sum())
-    if view.run.world_size < 3 or outside <= 0.01 * both.sum():
+    if view.run.world_size < 3 or view.verdict.severity == "ok" or outside <= 0.01 * both.sum():
         return ""
     return f"A rank is outside of the band in {outside:,} of {int(both.sum()):,} places."
 
@@ -147,7 +147,7 @@ def noise_scale(view: PlotContext) -> Panel | None:
     note = _SAME_ROWS if view.run.same_rows else _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
     # heavy: it divides by a square that may be near 0
-    return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, heavy=True, note=note, keys=keys)
+    return chart(view.axis, series, label, log=log, level=batch, marks=view.marks, heavy=True, least=0.0, note=note, keys=keys)
 
 
 _SAME_ROWS = "Several ranks took the same rows: what differs between the ranks says nothing about a larger batch."

@@ -132,6 +132,7 @@ def chart(
     y_count: int = 4,
     between: Point | None = None,
     heavy: bool = False,
+    least: float | None = None,
     note: str = "",
     keys: tuple[tuple[str, str], ...] | None = None,
 ) -> Panel:
@@ -139,11 +140,14 @@ def chart(
 
     ``log``: a logarithmic scale, without what is not above 0; ``zero``: 0 belongs to the picture; ``level``: a
     horizontal line; ``between``: the scale's ends; ``heavy``: many values lie far off, as those of a ratio do;
+    ``least``: values below it mean nothing, and lie outside of a linear picture;
     ``keys``: of the legend, where they are not those of the series.
     """
     series = [one for one in series if not one.curve.empty]
     scaled = [replace(one, curve=_scaled(one.curve, log)) for one in series]
     low, high = between or _range(scaled, zero, level, log, heavy)
+    if least is not None and not log and high > least:
+        low = max(low, least)
     if between is None:
         note = f"{note} {_points_outside(scaled, low, high)}".strip()
     parts, clipped = [], []
@@ -201,7 +205,7 @@ def _range(series: Sequence[Series], zero: bool, level: float | None, log: bool,
     low, high = min(ends), max(ends)
     if not high > low:
         extra = abs(low) * 0.1 or 1.0
-        low, high = low - extra, high + extra
+        low, high = low if zero and low == 0.0 else low - extra, high + extra
     margin = (high - low) * 0.06
     return low - (0.0 if zero and low == 0.0 else margin), high + margin
 

@@ -63,6 +63,21 @@ def test_what_lies_outside_of_the_picture_is_marked() -> None:
     assert figure.data["series"][0]["mean"][40] == 1e6
 
 
+def test_what_means_nothing_below_0_is_not_drawn_there() -> None:
+    steps = np.arange(1, 101)
+    values = np.where(steps % 4 == 0, -3.0, 5.0 + np.sin(steps))
+    figure = chart(Axis.of(steps), [Series("x", binned(Axis.of(steps), steps, values))], "x", heavy=True, least=0.0)
+    assert figure.note == "25 points lie outside of the picture (▲ ▼)."
+    assert figure.markup.count("▼") == 25
+    assert not re.search(r'class="y"[^>]*>−', figure.markup)
+
+
+def test_the_picture_of_nothing_but_zeros_begins_at_0() -> None:
+    steps = np.arange(1, 31)
+    figure = chart(Axis.of(steps), [Series("x", binned(Axis.of(steps), steps, np.zeros(30)))], "x", zero=True)
+    assert re.findall(r'class="y"[^>]*>([^<]*)<', figure.markup)[0] == "0"
+
+
 def test_a_noise_scale_that_is_often_extreme_does_not_squeeze_the_rest(tmp_path: Path) -> None:
     sink, run = JsonlSink(tmp_path), Run()
     for step in range(1, 21):
