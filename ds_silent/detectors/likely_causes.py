@@ -15,7 +15,7 @@ Three questions decide. Is the loss off, is the norm off, does the gradient poin
   it is not known, as the others' own cosines are noise, a simple ratio (2, 1/3, the number of ranks) is code.
 * loss far off, norm not by as much: whatever it is, no factor on the loss.
 * norm cut to one value, the same at every step: the rank clips its gradient before the reduction.
-* direction opposite: a sign, unless the loss is higher: a sign that is wrong makes it negative or, behind it, leaves it.
+* direction opposite: a sign; data where the loss is higher: a wrong sign negates it or, behind it, leaves it.
 * direction off, loss plain: the gradient was changed behind the loss: memory, a stale buffer, hardware.
 * inputs of another size: whatever follows from it, they come first. Own rows may differ; not by 3 times, and suddenly.
 * another number of rows or label tokens changes how large and how noisy a healthy gradient is.

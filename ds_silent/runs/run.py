@@ -10,7 +10,6 @@ follower.poll().objects            # of the lines that have come since the last 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -219,7 +218,9 @@ class RunRecords:
         last = f"step {int(self.steps.step[-1]):,}" if len(self.steps) else "its start"
         if self.lost == "gone":
             first = ", nor which rank ended first" if self.world_size > 1 else ""
-            return f"The run was killed or crashed after {last}: its end is not recorded{first}"
+            full = (self.directory / "run.json.new").exists()  # which its end was to be written to
+            what = "could not write its records any more" if full else "was killed or crashed"
+            return f"The run {what} after {last}: its end is not recorded{first}"
         return f"No end of the run is recorded after {last}, and nothing else for an hour" if self.lost else ""
 
     @property
@@ -345,10 +346,9 @@ class RunReader:
 
 def read_run(directory: str | Path) -> RunRecords:
     """Read everything that a run's directory holds; ReadingError where it is not a directory."""
-    with contextlib.suppress(OSError, ValueError):
-        if Path(directory).is_dir():
-            return RunReader(directory).finish()
-    raise _no_directory(directory)
+    if not os.path.isdir(directory):
+        raise _no_directory(directory)
+    return RunReader(directory).finish()
 
 
 def find_runs(directory: str | Path) -> list[Path]:

@@ -25,6 +25,7 @@ from ds_silent.runs import read_run, verdict_of
 from ds_silent.runs.watch.watch_command import HEALTHY, WARNING, status_of
 from ds_silent.runs.watch.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
+from ds_silent.sinks.run_directory import process_of
 from tests.support.collectives import Call, check_collectives, record_collectives
 from tests.support.ddp_training import DDPCase
 from tests.support.ddp_training import build as build_ddp
@@ -140,6 +141,14 @@ def test_a_run_that_broke_off_is_not_called_healthy(how: str, tmp_path: Path) ->
     while view.poll():
         pass
     assert status_of(view.snapshot(), None, time.time()) == (HEALTHY if how == "ended" else WARNING)
+
+
+def test_a_run_whose_disk_is_full_was_not_killed(tmp_path: Path) -> None:
+    facts = {"version": 1, "ended": None, "process": {**process_of(os.getpid()), "began": 0}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert verdict_of(read_run(tmp_path)).sentence.startswith("The run was killed or crashed after its start: ")
+    (tmp_path / "run.json.new").write_text("")
+    assert verdict_of(read_run(tmp_path)).sentence.startswith("The run could not write its records any more after ")
 
 
 def test_a_run_on_another_host_is_lost_only_after_a_long_silence(tmp_path: Path) -> None:
