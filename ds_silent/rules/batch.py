@@ -4,9 +4,9 @@ Its contract is documented: the model shifts the labels itself; a label of -100 
 a mask that is given hides from it that positions start again. What breaks it is told; what may be meant is not.
 
 A micro-batch counts when the loss that the model itself has made of its labels gets a gradient: an evaluation is not
-looked at, and of a script that makes its own loss from the logits the mask alone. Of each, a few counts are taken on
-the device (:class:`Counts`). They are added up over ``LOOKED_AT`` measured steps, from the first and from every
-``EVERY``-th on, and judged as they come; a check that has too little to go by leaves its verdict as it was.
+looked at, and of a script that makes its own loss from the logits the mask and the ends of rows alone. Of each, a few
+counts are taken on the device (:class:`Counts`). They are added up over ``LOOKED_AT`` measured steps, from the first
+and from every ``EVERY``-th on, and judged as they come; a check that has too little to go by leaves its verdict.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Counts(NamedTuple):
     restarts: float  # places where positions start again, between two tokens that a mask calls attended
     led_by_padding: float  # rows that begin with padding tokens which the mask calls attended
     empty: float  # rows of which the mask calls no token attended
+    ended: float  # rows whose last attended token ends a sequence
+    ended_twice: float  # of these, where just the one before it is the same
 
 
 _NOTHING = Counts(*[0.0] * len(Counts._fields))
@@ -107,7 +109,7 @@ def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: boo
     alone = ~torch.nn.functional.pad(shown[:, 2:], (0, 1))  # several in a row are padding
     ends_ignored = shown[:, 1:] & alone & ~counts[:, 1:] & counts[:, :-1]
 
-    last = ids.shape[1] - 1 - attended.flip(1).to(torch.int8).argmax(1, keepdim=True)
+    last = _last(attended)
     outside = ((columns < first) | (columns > last)) & attended.any(1, keepdim=True)
     padding = outside[:, 1:] & outside[:, :-1]
 
@@ -134,18 +136,34 @@ def counts_of(inputs: dict[str, Any], tokens: SpecialTokens, hides_restarts: boo
         "padding_trained": padding & counts[:, 1:],
         "restarts": restarts,
         "led_by_padding": led,
-        "empty": ~attended.any(1),
+        **_ends_of_rows(ids, attended, last, tokens),
     }
     return torch.stack([taken[name].sum() for name in Counts._fields]).float()
 
 
-def counts_of_mask(inputs: dict[str, Any]) -> Tensor | None:
-    """Return :class:`Counts` of a forward without labels: what its mask says by itself."""
-    mask = inputs.get("attention_mask")
-    if not _is_plain(mask):
+def counts_without_labels(inputs: dict[str, Any], tokens: SpecialTokens) -> Tensor | None:
+    """Return :class:`Counts` of a forward without labels: what its mask says, by itself and of the tokens."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not _is_plain(mask) or not mask.numel():
         return None
-    empty = (~mask.ne(0).any(1)).sum().float()
-    return torch.stack([empty if name == "empty" else torch.zeros_like(empty) for name in Counts._fields])
+    attended = mask.ne(0)
+    taken = {"empty": ~attended.any(1)}
+    if _of_tokens(ids) and ids.shape == mask.shape and ids.shape[1] > 2:
+        taken = _ends_of_rows(ids, attended, _last(attended), tokens)
+    nothing = torch.zeros_like(attended[:, 0])
+    return torch.stack([taken.get(name, nothing).sum() for name in Counts._fields]).float()
+
+
+def _last(attended: Tensor) -> Tensor:
+    """Return the place of each row's last attended token, int64 (rows, 1); the row's end where there is none."""
+    return attended.shape[1] - 1 - attended.flip(1).to(torch.int8).argmax(1, keepdim=True)
+
+
+def _ends_of_rows(ids: Tensor, attended: Tensor, last: Tensor, tokens: SpecialTokens) -> dict[str, Tensor]:
+    empty = ~attended.any(1)
+    third, second, end = (ids.gather(1, (last - back).clamp(min=0))[:, 0] for back in (2, 1, 0))
+    ended = _any_of(end, tokens.ends) & ~empty
+    return {"empty": empty, "ended": ended, "ended_twice": ended & (second == end) & (third != end)}
 
 
 def _any_of(values: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -194,7 +212,8 @@ class BatchContents(Rule):
         if not isinstance(trained, Tensor) or not trained.requires_grad:
             return
         with torch.no_grad():
-            counts = counts_of(inputs, self._tokens, self._hides_restarts) if own else counts_of_mask(inputs)
+            of_labels = partial(counts_of, hides_restarts=self._hides_restarts)
+            counts = (of_labels if own else counts_without_labels)(inputs, self._tokens)
         if counts is not None:
             trained.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
 
@@ -238,6 +257,7 @@ def _verdicts(c: Counts, unlabelled: float) -> dict[str, bool | None]:
         "ignored": judged(unlabelled == 0 or unlabelled >= _UNLABELLED_ROWS, unlabelled > 0),
         "shifted": judged(c.pairs >= _TOKENS, c.ahead >= 0.8 * c.pairs and c.same <= 0.5 * c.pairs),
         "doubled": judged(c.rows >= _ROWS, c.doubled == c.rows),
+        "ended twice": judged(c.ended >= _ROWS, c.ended_twice == c.ended),
         "ends": judged(c.ends > 0 or c.ends_ignored >= _ROWS, c.ends == 0),
         "padding": judged(c.padding >= _PLACES, c.padding_trained >= 0.9 * c.padding),
         "positions": judged(c.rows >= _FEW_ROWS, c.restarts >= _FEW_ROWS),
@@ -267,6 +287,13 @@ _WORDS: dict[str, tuple[Severity, str, str, str]] = {
         "Every row begins with two tokens that begin a sequence (bos_token_id): the template adds one, and the "
         "tokenizer another.",
         "Tokenize what a chat template has made with add_special_tokens=False.",
+    ),
+    "ended twice": (
+        "warning",
+        "input_ids",
+        "Every row that ends does so with two equal tokens that end a sequence (eos_token_id): the template adds one, "
+        "and the trainer or the tokenizer another.",
+        "Leave one of them out: of the template, or of what is appended to its text.",
     ),
     "ends": (
         "warning",

@@ -77,11 +77,18 @@ def ends_as_padding(inputs: Inputs) -> None:
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == END, IGNORED)
 
 
+def end_twice(inputs: Inputs) -> None:
+    for row in range(ROWS):
+        inputs["input_ids"][row, LENGTH - row - 2] = END
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+
+
 FAULTS: dict[str, tuple[str, Callable[[int], Inputs]]] = {
     "labels all ignored": ("ignored", changed(rows, lambda i: i["labels"].fill_(IGNORED))),
     "labels shifted already": ("shifted", changed(rows, shift)),
     "packed labels shifted already": ("shifted", changed(packed, shift)),
     "two tokens at the beginning": ("doubled", changed(rows, lambda i: i["input_ids"][:, 1].fill_(BEGIN))),
+    "two tokens at the end": ("ended twice", changed(rows, end_twice)),
     "no end is trained": ("ends", changed(rows, ends_as_padding)),
     "no end of a packed row is trained": ("ends", changed(packed, ends_as_padding)),
     "padding is trained": ("padding", changed(rows, lambda i: i.update(labels=i["input_ids"].clone()))),
@@ -133,12 +140,14 @@ def test_a_fault_of_the_batch_is_told_by_its_name(name: str) -> None:
     assert check == "ignored" or found[0] == [check], "at its first step"
 
 
-def test_a_mask_speaks_for_itself_where_the_script_makes_the_loss() -> None:
+def test_mask_and_ends_speak_for_themselves_where_the_script_makes_the_loss() -> None:
     def logits_alone(output: Any, inputs: Inputs) -> Tensor:
         return output.logits.square().mean()  # type: ignore[no-any-return]
 
     without = changed(FAULTS["rows without a token"][1], lambda i: i.pop("labels"))
     assert run(without, loss_of=logits_alone)[0] == [["empty"]] * LOOKED_AT
+    ends = changed(FAULTS["two tokens at the end"][1], lambda i: i.pop("labels"))
+    assert run(ends, loss_of=logits_alone)[0] == [["ended twice"]] * LOOKED_AT
     three = changed(rows, lambda i: (i.pop("labels"), i["attention_mask"][0].fill_(0)))
     assert run(three, loss_of=logits_alone)[0] == [[]] * 3 + [["empty"]]
     assert run(changed(rows, lambda i: i.pop("labels")), loss_of=logits_alone)[0] == [[]] * LOOKED_AT
@@ -316,6 +325,9 @@ def naive(ids: Any, labels: Any, mask: Any, positions: Any) -> Counts:
         found["empty"] += not places
         first = places[0] if places else 0
         found["doubled"] += x[first] == BEGIN and x[min(first + 1, n - 1)] == BEGIN
+        end = [x[max((places[-1] if places else n - 1) - back, 0)] for back in (2, 1, 0)]
+        found["ended"] += bool(places) and end[2] in (END, 5)
+        found["ended_twice"] += bool(places) and end[2] in (END, 5) and end[1] == end[2] != end[0]
         found["led_by_padding"] += all(x[t] == PADDING and m[t] for t in range(4)) and x[-1] != PADDING
         for t in range(n):
             counts, end = y[t] != IGNORED, x[t] in (END, 5) and m[t]
@@ -356,6 +368,9 @@ VERDICTS: list[tuple[str, dict[str, float], bool | None]] = [
     ("doubled", {"rows": 8, "doubled": 8}, True),
     ("doubled", {"rows": 8, "doubled": 7}, False),
     ("doubled", {"rows": 7, "doubled": 7}, None),
+    ("ended twice", {"ended": 8, "ended_twice": 8}, True),
+    ("ended twice", {"ended": 8, "ended_twice": 7}, False),
+    ("ended twice", {"ended": 7, "ended_twice": 7}, None),
     ("ends", {"ends_ignored": 8}, True),
     ("ends", {"ends_ignored": 7}, None),
     ("ends", {"ends_ignored": 8, "ends": 1}, False),
