@@ -273,3 +273,39 @@ def test_a_load_that_takes_nothing() -> None:
         patches.undo()
     model.load_state_dict(of_wrapper, strict=False)
     assert found(model) == []  # not watched
+
+
+def test_weights_that_a_load_does_not_keep(tmp_path: Path) -> None:
+    """``from_pretrained`` ends with ``eval()``: so long something may change what it has loaded."""
+    transformers = pytest.importorskip("transformers")
+    saved, patches = model_of("llama"), Patches()
+    saved.save_pretrained(tmp_path)
+
+    class Kept(type(saved)):  # type: ignore[misc]
+        pass
+
+    class Changed(type(saved)):  # type: ignore[misc]
+        def eval(self) -> Any:
+            with torch.no_grad():
+                self.model.norm.weight.uniform_()
+                self.model.layers[0].self_attn.q_proj.weight.copy_(self.model.layers[0].self_attn.q_proj.weight.flip(0))
+            return super().eval()
+
+    watch_loads(patches)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert found(Kept.from_pretrained(tmp_path, torch_dtype=dtype)) == []
+        model = Changed.from_pretrained(tmp_path)
+        [(severity, message)] = found(nn.ModuleDict({"module": model}))
+        many = len(dict(saved.named_parameters()))
+        assert (severity, f"1 of {many} differ (model.norm.weight)" in message) == ("warning", True), message
+        model.load_state_dict(saved.state_dict())
+        assert found(model) == []
+        model.save_pretrained(tmp_path / "other")
+        model.lm_head.weight.data.zero_()
+        model.save_pretrained(tmp_path / "other" / "below")
+        assert found(Kept.from_pretrained(tmp_path / "other", subfolder="below")) == []
+    finally:
+        patches.undo()
+    assert found(Changed.from_pretrained(tmp_path)) == []  # not watched
+    assert "from_pretrained" in vars(transformers.PreTrainedModel)
