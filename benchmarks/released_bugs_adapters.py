@@ -1,4 +1,4 @@
-"""released_bugs.py: peft's adapters, TRL's truncation and a loss of sentence-transformers with weights of its own."""
+"""released_bugs.py: adapters of peft, pairs of TRL, loaded weights, and a loss that has weights of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from released_bugs_base import SEED, STEPS, VOCABULARY, Found, Watch, case
+from released_bugs_base import EOS, RATE, SEED, STEPS, VOCABULARY, Found, Watch, case, flat
 from released_bugs_trainer import arguments_of, as_launched, llama, padded, tokenizer_of, uneven_rows
 
 
@@ -106,6 +106,103 @@ def unattended(watch: Watch) -> Found:
 
 
 @case
+def ended_twice(watch: Watch) -> Found:
+    """TRL's DPO on chats whose template ends them: the share of each step's rows that end in two end tokens."""
+    import datasets
+    import trl
+
+    as_launched()
+    drawn = random.Random(SEED)
+
+    def turn(role: str, words: int) -> list[dict[str, str]]:
+        said = " ".join(f"w{drawn.randrange(3, VOCABULARY)}" for _ in range(words))
+        return [{"role": role, "content": said}]
+
+    rows = [
+        {"prompt": turn("user", 4), "chosen": turn("assistant", 3), "rejected": turn("assistant", 5)}
+        for _ in range(2 * 8 * STEPS)
+    ]
+    template = "{{ '<s>' }}{% for one in messages %}{{ ' ' + one['content'] + ' </s>' }}{% endfor %}"
+    model, ends = llama(), []
+
+    def look(_: Any, placed: Any, given: dict[str, Any]) -> None:
+        ids = placed[0] if placed else given["input_ids"]
+        pairs = zip(ids.tolist(), given["attention_mask"].tolist(), strict=True)
+        attended = [[token for token, shown in zip(*row, strict=True) if shown] for row in pairs]
+        ends.append(sum(row[-2:] == [EOS, EOS] for row in attended) / len(attended))
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    arguments = arguments_of(
+        watch.directory, trl.DPOConfig, max_length=32, per_device_train_batch_size=8, gradient_accumulation_steps=1
+    )
+    trl.DPOTrainer(
+        model,
+        ref_model=llama(),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=padded(tokenizer_of(template=template)),
+        callbacks=watch.callbacks(),
+    ).train()
+    return Found(tuple(ends), f"{ends[0]:.0%} of the first step's rows end twice")
+
+
+@case
+def kept_weights(watch: Watch) -> Found:
+    """A script's own class of transformers' models: how far what ``from_pretrained`` gives is from what was saved."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from torch import nn
+
+    import ds_silent
+    from ds_silent.patches import Patches
+    from ds_silent.rules.first_look import watch_loads
+
+    class Own(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.BertConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.up = nn.Linear(8, 8)
+            self.post_init()
+
+        def _init_weights(self, module: Any) -> None:
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(0.0, 0.02)
+                module.bias.data.zero_()
+
+        def forward(self, rows: Any) -> Any:
+            return self.up(rows)
+
+    as_launched()
+    patches, folder = Patches(), _of_rank_0(watch.directory)
+    if watch.block is not None:
+        watch_loads(patches)  # as `python -m ds_silent` does before a script begins
+    torch.manual_seed(SEED)
+    saved = Own(transformers.BertConfig())
+    with torch.no_grad():
+        saved.up.weight.add_(1.0)
+        saved.up.bias.add_(1.0)
+    if dist.get_rank() == 0:
+        saved.save_pretrained(folder)
+    dist.barrier()
+    model = Own.from_pretrained(folder)
+    error = float((flat(model.parameters()) - flat(saved.parameters())).norm() / flat(saved.parameters()).norm())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE)
+    observer = None if watch.block is None else ds_silent.attach(wrapped, optimizer=optimizer, config=watch.block)
+    torch.manual_seed(SEED + dist.get_rank())
+    for _ in range(STEPS):
+        wrapped(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if observer is not None:
+        observer.close()
+    patches.undo()
+    return Found((error,) * STEPS, f"the loaded weights are {error:.3g} of their length off")
+
+
+@case
 def own_classifier(watch: Watch) -> Found:
     """SoftmaxLoss of sentence-transformers: how far the ranks' classifiers are apart, against their length."""
     import datasets
@@ -140,13 +237,18 @@ def own_classifier(watch: Watch) -> Found:
     return Found(tuple(apart), f"the ranks' classifiers are {apart[0]:.3g} of their length apart")
 
 
+def _of_rank_0(directory: Path) -> str:
+    """A folder for a model, rank 0's: transformers writes it on one rank alone."""
+    return str(directory.parent.parent / "0" / directory.name / "model")
+
+
 def _encoder(directory: Path, models: Any) -> list[Any]:
-    """A tiny BERT by way of a folder: rank 0's, as transformers writes a model on one rank alone."""
+    """A tiny BERT by way of a folder."""
     import torch
     import torch.distributed as dist
     import transformers
 
-    folder = str(directory.parent.parent / "0" / directory.name / "model")
+    folder = _of_rank_0(directory)
     torch.manual_seed(SEED)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes, hidden_dropout_prob=0.0)

@@ -4,7 +4,8 @@ A mean over a rank's own rows makes a row count less where there are more of the
 others, that rank's rows have half the say. Batches that are filled by tokens differ on every rank at every step, and
 the last batch of an epoch differs once. A fault is that for ``STEPS`` measured steps in a row all ranks but a minority
 take one number and the minority another one, the same at each step. A rank that takes all its rows between two measured
-steps has a small shard of its own, whose last batch is short in each pass: that is no fault.
+steps has a small shard of its own, whose last batch is short in each pass: that is no fault. Nor is it where each label
+is seen to weigh the same in every rank's loss.
 
 Label tokens differ on every rank at every step in health. A rank that has less than half, or more than twice, of the
 others' median at each of ``TOKEN_STEPS`` measured steps in a row is a note: where rows are dealt at random, chance does
@@ -78,6 +79,8 @@ class BatchSizeTest(Detector):
                 "Look for micro-batches that are left out on some ranks: by the number of accumulation steps, by a "
                 "loader that ends early, or by a condition or an exception in the loop."
             )
+        elif _count_alike(extras):
+            return []  # the script weighs each rank's loss by its rows
         else:
             message = (
                 f"{take} {other} rows per measured step, {rest} {usual}, {since}: their rows do not count alike in the "
@@ -96,6 +99,12 @@ def _whole_shard(rank: int, extras: Evidence) -> bool:
     if extras.dealt == "random" or extras.passes is None or extras.own_rows is None:
         return False
     return extras.passes.distinct[rank] <= _ROOM * extras.own_rows[rank]
+
+
+def _count_alike(extras: Evidence) -> bool:
+    """Return whether every label weighs the same in the ranks' losses, as can be read of them."""
+    weights = extras.label_weights
+    return weights is not None and bool(weights.largest.max() <= 1.001 * weights.smallest.min())
 
 
 class LabelTokensTest(Detector):

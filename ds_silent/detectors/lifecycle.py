@@ -123,8 +123,8 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
         return False
     if finding.kind in _OF_ROWS or (finding.kind in fault.effects and finding.kind in _OF_NOBODY and not finding.ranks):
         return True
-    if not fault.ranks and fault.kind in _BY_COMPARISON:
-        return True
+    if not fault.ranks and (fault.kind in _BY_COMPARISON or "replica-drift" in fault.effects):
+        return True  # whose it is, is not known, as of two ranks that go on from different gradients
     return set(finding.ranks) <= set(fault.ranks) if finding.ranks else not fault.ranks
 
 

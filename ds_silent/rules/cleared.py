@@ -1,9 +1,10 @@
 """Check that the gradients of a step's micro-batches are not cleared before its optimizer applies them.
 
 ``zero_grad()`` within the accumulation, on every rank alike, leaves the last micro-batch alone: a batch is smaller than
-it is meant to be, its gradient is divided by all of them, and the loss falls. Silent: a batch that is used again (SAM,
-a probe of the gradient), weights that were changed between, one optimizer's parameters of several, what was reduced
-before it was cleared (a step that the script leaves out), and DeepSpeed and Megatron, which clear by themselves.
+it is meant to be, its gradient is divided by all of them, and the loss falls. It is a note where no loss is divided: a
+script may take a gradient for something else, such as the weights of its sources. Silent: a batch that is used again
+(SAM, a probe of the gradient), weights that were changed between, one optimizer's parameters of several, what was
+reduced before it was cleared (a step that the script leaves out), and DeepSpeed and Megatron, which clear by themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
+from ds_silent.records import Severity
 from ds_silent.rules.rule import Breach, Rule
 
 _STEPS = 3  # measured, in a row
@@ -61,12 +63,19 @@ class ClearedGradients(Rule):
         self._framework = framework
         self._newest = NewestBatch()  # of the training forwards
         self._version = -1  # of a weight then
+        self._divided = False  # any of the backwards of the step so far
         self._meant = False  # since the last measured step: the same batch again, or weights that were changed
         self._steps = self._since = 0  # measured, with cleared micro-batches; the first
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at what each forward is given."""
         patches.hook(self._framework.module.register_forward_pre_hook, partial(safely, self._forward), with_kwargs=True)
+        patches.before_backward(partial(safely, self._begins))
+
+    def _begins(self, root: Any) -> None:
+        """Look whether the loss comes out of a multiplication or a division, as each of an accumulation does."""
+        made = getattr(root, "grad_fn", None)
+        self._divided |= made is not None and made.name().startswith(("Div", "Mul"))
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -79,16 +88,20 @@ class ClearedGradients(Rule):
         self._version = version
 
     def breaches(self) -> tuple[Breach, ...]:
-        times, meant, self._meant = self._framework.counts.cleared, self._meant, False
+        times, meant, divided = self._framework.counts.cleared, self._meant, self._divided
+        self._meant = self._divided = False
         self._steps = self._steps + 1 if times and not meant else 0
         if self._steps == 1:
             self._since = self._framework.step
         if self._steps < _STEPS:
             return ()
         several = "a micro-batch of each step is" if times == 1 else f"{times} micro-batches of each step are"
+        counted = ", while a division by the number of micro-batches counts them" if divided else ""
         message = (
             f"zero_grad() clears gradients before the optimizer applies them, since step {self._since}: {several} "
-            "trained for nothing, while a division by the number of micro-batches counts them."
+            f"trained for nothing{counted}."
         )
         remedy = "Call zero_grad() once per optimizer step: behind optimizer.step(), or before the first micro-batch."
-        return (Breach("cleared", "update-mismatch", "warning", "zero_grad", message, remedy, self._since),)
+        remedy = remedy if divided else f"If the script takes those gradients for something else, do nothing. {remedy}"
+        severity: Severity = "warning" if divided else "info"
+        return (Breach("cleared", "update-mismatch", severity, "zero_grad", message, remedy, self._since),)

@@ -231,8 +231,8 @@ def test_what_cannot_be_found_is_said_at_the_end(tmp_path: Path) -> None:
     [
         (
             "module",
-            "a DistributedDataParallel was made, but it was never called in training, so its gradients are not "
-            "reduced: call ddp(x), not ddp.module(x)",
+            "a DistributedDataParallel was made, but it was never called in training, so it reduces no gradient: call "
+            "ddp(x), not ddp.module(x)",
         ),
         (
             "compiled function",
