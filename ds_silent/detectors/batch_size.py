@@ -118,7 +118,7 @@ class LabelTokensTest(Detector):
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return at most one finding, of severity ``info``."""
         tokens = np.array(extras.label_tokens or (), dtype=np.float64)
-        if len(tokens) < 2 or tokens.min() <= 0:
+        if len(tokens) < 2 or tokens.min() <= 0 or _count_alike(extras):
             self._steps = {}
             return []
         ratios = np.log(tokens / others(tokens[None])[0][0])

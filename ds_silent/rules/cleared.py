@@ -4,7 +4,7 @@
 it is meant to be, its gradient is divided by all of them, and the loss falls. It is a note where no loss is divided: a
 script may take a gradient for something else, such as the weights of its sources. Silent: a batch that is used again
 (SAM, a probe of the gradient), weights that were changed between, one optimizer's parameters of several, what was
-reduced before it was cleared (a step that the script leaves out), and DeepSpeed and Megatron, which clear by themselves.
+reduced before it was cleared (a step that the script leaves out), and DeepSpeed and Megatron, which clear themselves.
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from ds_silent.capture.loss_graph import SUM, Constants
 from ds_silent.config import DetectorsConfig
 from ds_silent.detectors import Judge
 from ds_silent.detectors.at_once import LASTING, AtOnce
-from ds_silent.measure.evidence import Evidence
+from ds_silent.measure.evidence import Evidence, LabelWeights
 from tests.support.made_records import NOTHING, Run, make
 
 LOG_A = math.log(4e6 * 16)  # 1 false alarm per million steps
@@ -189,6 +191,13 @@ def test_other_batch_sizes_are_told_with_the_fact_and_explain_the_outlier() -> N
     assert "takes 8 rows per measured step, the others 4" in found[0].message
     assert "Follows from the batch-size-mismatch of step 1" in found[1].message
     assert "Most likely" not in found[1].message  # its cause is known
+    alike = LabelWeights(np.ones(4), *[np.full(4, 1 / 20)] * 2, frozenset({SUM}), frozenset({1}), Constants())
+    weighed = Run()  # by the rows of all ranks: what each has more of counts no more, and no less
+    for _ in range(60):
+        both = replace(rows, label_weights=alike, label_tokens=(4, 4, 16, 4))
+        events = weighed.judge.step(weighed.record(scale=0.5), both)
+        assert [event for event in events if event.kind == "batch-size-mismatch"] == []
+        assert weighed.judge.state_dict()["label_tokens"] == {"steps": []}
     short = Run()
     for step in range(40):  # the last batch of an epoch, and batches filled by tokens
         taken = (4, 4, 2, 4) if step % 5 < 3 else (4, 3, 5, 6)

@@ -57,6 +57,17 @@ def test_a_second_fault_stays_an_alarm(other: Finding) -> None:
     assert [event.severity for event in episodes.update(100, [DRIFT, other])] == ["info", "error"]
 
 
+def test_an_outlier_follows_from_a_fault_of_nobody_that_parts_the_replicas() -> None:
+    """Of two ranks that clip by other norms nobody can say which is wrong; the outlier names both."""
+    clipped = finding("aggregation-error", (), "applied gradient", 1)
+    outlier = replace(finding("outlier-rank", (0, 1), "loss", 17, "warning"), log_excess=3.0)
+    for effects, severity in ((("replica-drift",), "info"), ((), "warning")):
+        episodes = Episodes()
+        episodes.update(1, [replace(clipped, effects=effects)])
+        [event] = episodes.update(29, [replace(clipped, effects=effects), outlier])
+        assert (event.kind, event.severity) == ("outlier-rank", severity)
+
+
 @pytest.mark.parametrize("where", ["ds_config zero_optimization", "CUBLAS_WORKSPACE_CONFIG", "torch"])
 def test_a_setting_that_enters_no_update_explains_no_drift(where: str) -> None:
     episodes = Episodes()

@@ -50,14 +50,15 @@ def _train(directory: str, kind: str) -> None:
                         next(model.parameters()).mul_(0.9)
                 with contextlib.nullcontext() if part == PARTS - 1 else model.no_sync():
                     rows = {"rows": batch} if kind == "the same, in a dictionary" else batch
-                    (model(factor, rows).square().mean() / PARTS).backward()
+                    loss = model(factor, rows).square().mean()
+                    (loss if kind == "undivided" else loss / PARTS).backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
 FAULTS = ("fault", "by the model", "one buffer")
 MEANT = ("the same batch", "the same, in a dictionary", "other weights")
-KINDS = ("healthy", *FAULTS, *MEANT)
+KINDS = ("healthy", *FAULTS, *MEANT, "undivided")
 
 
 def _each(directory: str) -> None:
@@ -88,6 +89,14 @@ def test_micro_batches_that_are_cleared_are_told_at_the_third_step(kind: str, ru
     assert "since step 1: 3 micro-batches of each step are trained for nothing" in event["message"]
     objectives = [record["objective"] for record in read_metrics(runs / kind / "metrics.jsonl")]
     assert [(one["labels"], one["weight_sum"]) for one in objectives] == [(2 * ROWS, 1 / PARTS)] * STEPS
+
+
+def test_gradients_that_nothing_divides_may_be_meant_for_something_else(runs: Path) -> None:
+    """As those of rows by which a script weighs its sources of data: a warning, once."""
+    [event] = [one for one in read_events(runs / "undivided" / "events.jsonl") if one["where"] == "zero_grad"]
+    assert (event["severity"], event["step"]) == ("info", 3)
+    assert event["message"].endswith("3 micro-batches of each step are trained for nothing.")
+    assert event["remedy"].startswith("If the script takes those gradients for something else, do nothing.")
 
 
 @pytest.mark.parametrize("kind", ["healthy", *MEANT])
