@@ -24,7 +24,7 @@ from ds_silent.config import DirectionConfig
 from ds_silent.device import stream_order
 from ds_silent.distributed.guard import CollectiveGuard, SparseGradientError
 from ds_silent.exchange.exact import copy_overlap, exact_gram
-from ds_silent.exchange.observation import Local
+from ds_silent.exchange.observation import MORE_CAME, Local
 from ds_silent.kernels.accumulator import Accumulator, Part, new_accumulator
 from ds_silent.maths import sketch
 from ds_silent.maths.mixing import place_of
@@ -78,6 +78,7 @@ class LocalGradient:
         self._fires[:] = [0] * len(self._fires)
         self._captured[:] = [False] * len(self._captured)
         self._once = True
+        self._more_came = False  # behind what was captured, and was not reduced
         self._waiting: dict[int, None] = {}  # seen by a hook, to be read together
         self._leftover: Tensor | None = None  # squared norm, 0-dim
         self._micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
@@ -103,7 +104,7 @@ class LocalGradient:
         seen = all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
         zeros = self._zeros if seen and self._once and self._zeros is not None else _UNKNOWN
         return Local(
-            seen=float(seen),
+            seen=MORE_CAME if seen and self._more_came else float(seen),
             norm_seen=float(self._norms_add_up and self._once),
             gram_seen=float(gram is not None),
             squared=squared,
@@ -148,6 +149,7 @@ class LocalGradient:
         if first and previous is not None:
             self.take_out(index, previous, apart=boundary)
         if not boundary:
+            self._more_came |= self._captured[index]
             return False
         if self._captured[index]:
             self._once = False

@@ -170,9 +170,12 @@ def _micro_batches(
 def _received(record: StepRecord, seen: ReductionEvidence, received: dict[int, Parts], words: Words) -> Finding:
     """Report ranks that hold different bits although the checked slices add up to the mean or sum."""
     groups, where = next(iter(received.values())), layers_text(tuple(received), seen.layers)
-    if seen.unsynchronised:
+    if seen.unsynchronised or seen.more_came:
+        which = "No backward of this step was"
+        if seen.more_came:
+            which = "Of the backwards of this step those behind the reduced one were not"
         message = (
-            f"No backward of this step was reduced in {where}, and the optimizer stepped: every rank applies the "
+            f"{which} reduced in {where}, and the optimizer stepped: every rank applies the "
             "gradient of its own rows, and the replicas part."
         )
         remedy = distrust(words, (), "unsynchronised")

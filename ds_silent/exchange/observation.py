@@ -26,6 +26,8 @@ LEFT_OUT, PARTLY = -2.0, 2.0
 """In :class:`Applied`: the script has cleared the reduced gradient, and no optimizer was to apply it."""
 BEHIND = 2.0
 """Of ``hooked``."""
+MORE_CAME = 2.0
+"""Of :class:`Local`'s ``seen``: a backward that was not reduced came behind the one that was."""
 PARAMETERS = 2.0
 """Of ``replica_seen``: the parameters' checksum, without what else is replicated."""
 
@@ -67,7 +69,7 @@ class Loss(Generic[T]):
 class Local(Generic[T]):
     """The local accumulated gradient."""
 
-    seen: T = _0  # 1 when it was captured whole
+    seen: T = _0  # 1 when it was captured whole; or MORE_CAME
     norm_seen: T = _0  # 1 when ``squared`` is the exact one; else norms come from the sketch, on all ranks
     gram_seen: T = _0  # 1 when the exact inner products were exchanged at this step
     squared: T = _0  # squared norm of the gradient

@@ -88,6 +88,7 @@ class ReductionCheck:
     changed: bool = False  # the script has changed it since: a repetition would lose that
     handed: tuple[float, ...] | None = None  # times the aggregate that each rank's script hands on, where not alike
     unsynchronised: bool = False  # no rank was to reduce a backward of the step, and yet the optimizer stepped
+    more_came: bool = False  # behind the backward that was reduced others were not
 
     @property
     def wrong(self) -> bool:

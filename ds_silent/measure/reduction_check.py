@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_silent.distributed.parts import Parts, parts_of
 from ds_silent.exchange.layout import Layout
-from ds_silent.exchange.observation import BEHIND, LEFT_OUT, PARTLY, Gathered, on_all, replica_checksums
+from ds_silent.exchange.observation import BEHIND, LEFT_OUT, MORE_CAME, PARTLY, Gathered, on_all, replica_checksums
 from ds_silent.maths.causes import Cause, MicroBatches, OwnWeights, Pieces, explain, explain_micro_batches, own_weights
 from ds_silent.maths.rounding_bound import (
     AggregateCheck,
@@ -113,6 +113,7 @@ class ReductionChecker:
             changed=examined.changed,
             handed=examined.handed,
             unsynchronised=examined.unsynchronised,
+            more_came=examined.more_came,
             applied=applied,
             replicas=replicas,
             drift=drift or told.drift,
@@ -139,6 +140,7 @@ class ReductionChecker:
             changed=bool((gathered.reduced.handed_seen != 0.0).any()),
             handed=handed_factors(gathered, self._settings),
             unsynchronised=not bool(gathered.local.seen.any()) and on_all(gathered.reduced.seen),
+            more_came=bool((gathered.local.seen == MORE_CAME).any()),
         )
 
     def _aggregation(self, gathered: Gathered) -> tuple[AggregateCheck | None, Cause | None]:

@@ -75,6 +75,7 @@ class Fault:
     hook: Hook | None = None
     bypassed: bool = False  # the script calls ddp.module
     unsynchronised: bool = False  # the script stays in no_sync() at the step's last backward
+    reduced_early: bool = False  # and has left it for another backward of the step before
     again: bool = False  # each second step is one more backward of the same forward, which DDP does not reduce
     same_rows: bool = False
     drift: int = 0  # step after which rank 2's weights change
@@ -93,6 +94,12 @@ FAULTS = {
     "a forward around DDP": Fault("unreduced-gradient", bypassed=True),
     "a step inside no_sync": Fault(
         "unreduced-gradient", unsynchronised=True, says=("No backward of this step was reduced", "outside of no_sync()")
+    ),
+    "a reduction before the step's last backward": Fault(
+        "unreduced-gradient",
+        unsynchronised=True,
+        reduced_early=True,
+        says=("those behind the reduced one were not reduced in all", "Run the last backward of each step"),
     ),
     "a second backward": Fault("unreduced-gradient", step=2, again=True, says=("nothing was reduced",)),
     "a second backward that the script reduces": Fault(None, again=True, between=reduce_anew),
@@ -144,6 +151,8 @@ def train(directory: str, fault: Fault) -> dict[str, Any]:
     with ds_silent.observe(model, optimizer, config=block):
         for step in range(1, (STEPS // 2 if fault.again else STEPS) + 1):
             tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+            if fault.reduced_early:
+                model(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), False).backward()
             with model.no_sync() if fault.unsynchronised else nullcontext():
                 loss = (model.module if fault.bypassed else model)(tokens, False)
                 (loss * (fault.scaled if rank == 2 else 1.0)).backward(retain_graph=fault.again)
