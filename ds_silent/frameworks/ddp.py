@@ -31,7 +31,7 @@ from ds_silent.distributed.guard import CollectiveGuard, UnevenInputsError
 from ds_silent.extras import is_first
 from ds_silent.framework import Moments, Setting
 from ds_silent.frameworks.torch_common import Wrapped, attach_wrapped, idle_or_refused, needing_gradient
-from ds_silent.frameworks.torch_loop import TorchFramework
+from ds_silent.frameworks.torch_framework import TorchFramework
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import Arithmetic, coarsest
 from ds_silent.observing.observe import Given, observer_of

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ds_silent.config import ConfigError, SilentConsistencyConfig
 from ds_silent.framework import GatheredPiece, Moments, Part
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
-from ds_silent.frameworks.torch_loop import TorchFramework
+from ds_silent.frameworks.torch_framework import TorchFramework
 from ds_silent.kernels.checksums import Items
 from ds_silent.maths.rounding_bound import UNIT_ROUNDOFF, Arithmetic, coarsest
 from ds_silent.observing.observe import Given

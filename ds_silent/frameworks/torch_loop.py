@@ -15,27 +15,27 @@ first optimizer is about to step, and ends when all have stepped or the next tra
   waits for another's observation. A GAN's generator runs its backward through the discriminator, whose optimizer does
   not step on it. So a backward over a gradient that was not cleared since the last step is dropped from the observation
   if ``zero_grad`` comes next: it was no step. So are micro-batches that are cleared before they were reduced.
+* **stages**: where another observed module holds some of the same parameters, such as a body under a new head, its
+  backwards and steps are not this module's: those that come while it alone was called.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
-from ds_silent.config import SilentConsistencyConfig
 from ds_silent.distributed.guard import WithinBackwardError
-from ds_silent.framework import Framework, Moments, Part, StepCounts
+from ds_silent.framework import Moments, StepCounts
 from ds_silent.frameworks import torch_common
-from ds_silent.frameworks.torch_common import AppliedGradients, Slice, parameters_of_optimizer
-from ds_silent.kernels.checksums import Items, Replica
+from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.patches import Patches, behind_closure, outside_transforms
 from ds_silent.patches.script_hooks import ScriptHooks
 
@@ -50,6 +50,7 @@ class TorchLoop:
     """
 
     _moments: Moments  # as soon as there is a hook
+    _called_last: weakref.ref[TorchLoop] | None = None  # of all loops of this process
     left: Callable[[], Iterator[tuple[int, Tensor]]] | None = None  # what a step finds where its gradient is put later
 
     def __init__(
@@ -74,6 +75,7 @@ class TorchLoop:
         self._unscaled: Tensor | None = None  # the GradScaler's last input
         self._scaled: Any = None  # its last result
         self._forward_loss: Made | None = None  # of the newest forward, if any
+        self._called = self._anothers = False  # since the last step; the newest backward is another module's
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._missing: set[int] = set()  # those that had not stepped when the last one ended
@@ -128,6 +130,7 @@ class TorchLoop:
             self._ended()
             self._inside.clear()
             self._forward_loss = None
+            self._called, TorchLoop._called_last = True, weakref.ref(self)
         self._moments.pre_forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
@@ -143,7 +146,9 @@ class TorchLoop:
             if self._stepped:  # one optimizer has stepped, and this backward is the next one's
                 self._ended()
             self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
-            self._moments.pre_backward(tensors)
+            self._anothers = self._is_anothers()
+            if not self._anothers:
+                self._moments.pre_backward(tensors)
         self._depth += 1
         try:
             return original(tensors, *args, **kwargs)
@@ -155,7 +160,14 @@ class TorchLoop:
                     self._begin_to_end()
                     self._ended()
 
+    def _is_anothers(self) -> bool:
+        """Tell whether another module was called last that shares parameters, and this one not since its last step."""
+        newest = self if TorchLoop._called_last is None else TorchLoop._called_last()
+        return not (self._called or newest is None or newest is self or newest._ids.isdisjoint(self._ids))
+
     def _gradient(self, index: int, gradient: Tensor) -> None:
+        if self._anothers:
+            return
         self._came.add(index)
         if self._open and not self._moments.is_measured():
             return
@@ -202,6 +214,8 @@ class TorchLoop:
         """
         if torch.compiler.is_compiling() or any(self._inside.values()) or optimizer in self._optimizers:
             return
+        if self._anothers and not self._accumulated:
+            return
         if self._steps_ours(optimizer):
             self._moments.guard.local(self._take, optimizer)
 
@@ -228,8 +242,8 @@ class TorchLoop:
         return None if depth > 1 else behind_closure(partial(self._applies, optimizer, args, kwargs), args, kwargs)
 
     def _applies(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepped is None and not self._accumulated and id(optimizer) in self._missing:
-            return  # it goes with the step that has ended
+        if self._stepped is None and not self._accumulated and (self._anothers or id(optimizer) in self._missing):
+            return  # it is another module's, or goes with the step that has ended
         self._begin_to_end()
         self._moments.pre_optimizer_step(optimizer, args, kwargs)
 
@@ -275,6 +289,7 @@ class TorchLoop:
             partly, self._missing, self._stepped = bool(self._stepped and missing), missing, None
             self._counts.take(skipped, left_out, partly)
             self._came.clear()
+            self._called = False
             self._moments.post_step()
 
     # -- a loss scale --------------------------------------------------------------------------------------------
@@ -300,99 +315,3 @@ class TorchLoop:
             self._begin_to_end()
             self._ended(skipped=True)
         return result
-
-
-class TorchFramework(Framework):
-    """Adapt a training whose script writes the loop; by default every rank holds the whole model, as under DDP.
-
-    Each rank answers for a share of the aggregate; together the shares cover it once.
-
-    Args:
-        module, parameters, group, optimizers, device: see :class:`ds_silent.framework.Framework`.
-        rows: of a micro-batch.
-        accumulation: micro-batches per step.
-        synchronises, reduces_in_backward: see :class:`TorchLoop`.
-        checks: whether the reduction's result should be what :meth:`arithmetic` says, up to rounding.
-    """
-
-    forwards_alone = True
-
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[tuple[str, Tensor]],
-        group: dist.ProcessGroup,
-        optimizers: Sequence[Any],
-        config: SilentConsistencyConfig,
-        rows: int,
-        accumulation: int,
-        synchronises: Callable[[], bool],
-        reduces_in_backward: bool = True,
-        checks: bool = True,
-        device: torch.device | None = None,
-    ):
-        super().__init__(module, parameters, group, optimizers, device)
-        self.micro_batches, self.micro_batches_told = accumulation, accumulation > 1
-        self.max_reductions_per_step = accumulation
-        self.micro_batch_rows, self.overlaps_backward = rows, reduces_in_backward
-        self.observes_applied = config.integrity.aggregation and config.direction.method != "off" and checks
-        self.aggregate_replicated = self.observes_applied
-        self.loop = TorchLoop(module, self._optimizers, self.counts, self.patches, synchronises, reduces_in_backward)
-        self.hooked: Sequence[Any] = self.parameters  # as a backward sees them
-        self._share = self.share() if checks else None
-        pieces = [(self.parameters[piece.index], piece) for piece in self._share or ()]
-        self._applied = AppliedGradients(pieces, self._optimizers)
-
-    # -- where the aggregate lies ----------------------------------------------------------------------------------
-
-    def share(self) -> list[Slice]:
-        """Return this rank's share of the aggregate: an N-th if every rank holds all of it."""
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return torch_common.nth_share(self.numels, rank, ranks, list(map(torch_common.row_of, self.parameters)))
-
-    def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
-        """Return a piece of a parameter's gradient, as a view if possible."""
-        return torch_common.cut(gradient, piece)
-
-    def stop_checking(self) -> None:
-        """Hide the aggregate from now on."""
-        self._share, self._applied = None, AppliedGradients((), self._optimizers)
-
-    # -- answers ---------------------------------------------------------------------------------------------------
-
-    def connect(self, moments: Moments) -> None:
-        self.loop.connect(moments, self.hooked, self.parameters, self.names, self.script_hooks)
-
-    def is_boundary(self) -> bool:
-        return self.loop.is_boundary()
-
-    def is_changed_behind(self, index: int) -> bool:
-        return self.script_hooks.is_behind(index)
-
-    def accumulated(self, index: int) -> Tensor | None:
-        return None if index in self.loop.frozen else self.parameters[index].grad
-
-    def reduced(self, index: int) -> Tensor | None:
-        return self.parameters[index].grad
-
-    def aggregated(self) -> Iterator[Part] | None:
-        if self._share is None:
-            return None
-        moving = (piece for piece in self._share if piece.index not in self.loop.frozen)
-        held = ((piece, self.values(self.parameters[piece.index].grad, piece)) for piece in moving)
-        return ((piece.index, piece.start, values) for piece, values in held if values is not None)
-
-    def applied(self, optimizer: Any) -> Iterator[Part]:
-        for parameter, piece in self._applied.by(optimizer):
-            values = self.values(parameter.grad, piece)
-            if values is not None:
-                yield piece.index, piece.start, values
-
-    def parameter_groups(self) -> list[list[Tensor]]:
-        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def replicated(self) -> tuple[Items, Callable[[], Items]]:
-        return torch_common.parameters_of(self.module), lambda: torch_common.rest_of(self.module, self._optimizers)
-
-    def replica(self, optimizer_state: bool, buffers: bool) -> Replica:
-        return torch_common.replica_of(self.module, self._optimizers, optimizer_state, buffers)

@@ -1,4 +1,4 @@
-"""Two modules, one trained through the other: what a backward leaves in the other one is cleared, and is no step."""
+"""Two modules, one trained through the other, or with a part in common: what is the other's is no step of this one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ ORDERS = {  # the discriminator's backwards per step
     "generator forward first": 1,  # one backward; the optimizers' zero_grad
     "unsynchronised": 1,  # the same, and the backward through the discriminator does not reduce its gradients
     "never cleared": 1,  # a fault: the discriminator steps with what the generator's backward has left in it
+    "in turn": 1,  # no adversaries: two heads over one body, each trained by itself
+    "in stages": 1,  # the same, one after the other, as a probe follows a pre-training
 }
+SHARED = ("in turn", "in stages")
 
 
-def modules() -> tuple[Any, Any]:
+def modules(order: str = "dcgan") -> tuple[Any, Any]:
     torch.manual_seed(0)
+    if order in SHARED:
+        body = nn.Sequential(nn.Linear(2, 8), nn.ReLU())
+        heads = nn.Linear(8, 1), nn.Linear(8, 1)
+        made, judge = (DistributedDataParallel(nn.Sequential(body, head)) for head in heads)
+        return made, judge
     made = DistributedDataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)))
     judge = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)))
     return made, judge
@@ -37,6 +45,13 @@ def adversaries(order: str, netg: Any, netd: Any, optg: Any, optd: Any, generato
     """One update of each."""
     real, noise = torch.randn(ROWS, 2, generator=generator) + 2, torch.randn(ROWS, 3, generator=generator)
     yes, no = torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
+    if order in SHARED:
+        for net, optimizer, rows in ((netg, optg, real), (netd, optd, torch.cat([real, real - 4]))):
+            if net is not None:
+                optimizer.zero_grad()
+                net(rows).square().mean().backward()
+                optimizer.step()
+        return
     if order == "dcgan":
         netd.zero_grad()
         cross_entropy(netd(real), yes).backward()  # type: ignore[no-untyped-call]
@@ -66,7 +81,7 @@ def train(directory: str) -> dict[str, Any]:
 
 
 def train_once(order: str, folder: Path | None) -> Any:
-    netg, netd = modules()
+    netg, netd = modules(order)
     optg = torch.optim.Adam(netg.parameters(), lr=1e-2)
     optd = torch.optim.Adam(netd.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -76,8 +91,9 @@ def train_once(order: str, folder: Path | None) -> Any:
             block = {"output_dir": str(folder / name), "tensorboard": False, "preflight": False}
             count = ORDERS[order] if name == "d" else 1
             observers.append(ds_silent.attach(net, block, optimizer=optimizer, accumulation=count))
-    for _ in range(UPDATES):
-        adversaries(order, netg, netd, optg, optd, generator)
+    for update in range(UPDATES * (2 if order == "in stages" else 1)):
+        nets = (netg, netd) if order != "in stages" else (netg, None) if update < UPDATES else (None, netd)
+        adversaries(order, *nets, optg, optd, generator)
     bits = hash_of([*netg.parameters(), *netd.parameters()])
     for observer in reversed(observers):
         assert observer is not None
