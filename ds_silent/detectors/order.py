@@ -262,8 +262,8 @@ class SameOrderTest(Detector):
         """Note what the sampler itself says, where augmented rows never come again bit for bit."""
         message = (
             f"The sampler's epoch is the same in {passes} passes in a row: although it shuffles, each "
-            "pass takes the data set's places in the same order, and the same places share a batch. The rows "
-            "themselves were not seen to come again, as where they are augmented at random."
+            "pass takes the data set's places in the same order, and the same places share a batch, also where the "
+            "rows themselves are augmented at random."
         )
         remedy = (
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}. Do "

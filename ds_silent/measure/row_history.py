@@ -172,6 +172,6 @@ class SameOrder:
         of = max(rows_in_epoch or rows, length)
         self._alike += 1
         self._odds += sum(math.log(of - k) for k in range(length))
-        # a pass that was broken off early may have been a trial before the training
-        whole = rows_in_epoch is not None and 2 * rows >= rows_in_epoch
+        # a pass that was broken off may have been a trial before the training, as a search for its learning rate
+        whole = rows_in_epoch is not None and 4 * rows >= 3 * rows_in_epoch
         return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None

@@ -190,6 +190,16 @@ def test_epochs_that_are_broken_off_are_told_of_their_order_only() -> None:
     assert [event.kind for event in forgotten.events] == ["same-order"]
 
 
+@pytest.mark.parametrize("limit", [10, 25])
+def test_a_training_that_begins_anew_may_take_its_first_rows_again(limit: int) -> None:
+    """As behind a search for a learning rate: the pass that was broken off is no order that stays."""
+    deal = Deal(400, 2, 4, 1, True, True, True)
+    deal.epoch(0, limit=limit)
+    for epoch in range(3):
+        deal.epoch(epoch)
+    assert deal.events == []
+
+
 def always_in(order: Any, facts: DataFacts, told: bool) -> list[list[Event]]:
     """What each of 30 steps of two ranks finds, if every pass takes 40 rows in one order."""
     tracker, judge, found = RowTracker(), Judge(DetectorsConfig()), []
