@@ -32,7 +32,7 @@ from torch import Tensor
 from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.breaches import BreachCheck
 from ds_silent.capture.forwards import Forwards
-from ds_silent.capture.loaders import LoaderWatch, Walk
+from ds_silent.capture.loaders import LoaderWatch, Walk, WorkerRows
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.reduced_gradient import ReducedGradient
@@ -276,8 +276,8 @@ class StepCapture:
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
         rules = rules_of(framework, config)
-        places = self.settings.objective.places
-        self.breach_check = BreachCheck([places, *rules] if rules else [], framework, self.guard)
+        own = [self.settings.objective.places, WorkerRows(lambda: framework.step)]
+        self.breach_check = BreachCheck([*own, *rules] if rules else [], framework, self.guard)
         forwards = Forwards(framework, self.guard.local, self.rows, self.loaders, self.settings, self.traced)
         self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
         self.rows.is_measured = lambda: self.moments.plan.measures

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -14,14 +16,16 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_silent.capture import loaders
 from ds_silent.capture.forwards import RowsOfData
-from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
+from ds_silent.capture.loaders import DataFacts, LoaderWatch, WorkerRows, data_facts
 from ds_silent.capture.row_hashes import RowDimension, batch_tensors, rows_of
+from ds_silent.patches import Patches
 
 # -- what a loader says -----------------------------------------------------------------------------------------------
 
@@ -306,3 +310,41 @@ def test_a_constant_beside_the_batch_is_not_its_rows(names: tuple[str, str]) -> 
         tensors, _ = batch_tensors((), inputs)
         assert dimension.rows(tensors, 8) == length
         assert rows_of(tensors) == (length if "mask" in names[0] else 20)
+
+
+class Rows(IterableDataset[Tensor]):
+    """Rows that are split among the workers, or of which each worker yields all."""
+
+    def __init__(self, how: str):
+        self.how = how
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        rows = torch.arange(64.0)
+        if self.how == "split" and worker is not None:
+            rows = rows[worker.id :: worker.num_workers]
+        if self.how == "one batch for ever":
+            rows = torch.ones(64)
+        if self.how == "augmented":
+            rows = rows + torch.rand(64)  # each worker has a generator of its own
+        return iter(rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "found"),
+    [("whole", 2, [2]), ("whole", 3, [3]), ("whole", 1, []), ("whole", 0, []), ("split", 2, [])]
+    + [("one batch for ever", 2, []), ("augmented", 2, [])],
+)
+def test_workers_that_each_yield_all_rows_are_told(how: str, workers: int, found: list[int]) -> None:
+    rule, patches = WorkerRows(lambda: 7), Patches()
+    rule.connect(patches, lambda function, *arguments: function(*arguments))
+    try:
+        with torch.no_grad():  # an evaluation is not looked at
+            list(DataLoader(Rows("whole"), 4, num_workers=2))
+        assert rule.breaches() == ()
+        list(DataLoader(Rows(how), 4, num_workers=workers))
+    finally:
+        patches.undo()
+    told = [(breach.kind, breach.severity, breach.since, breach.message[:46]) for breach in rule.breaches()]
+    said = [f"Each of the loader's {count} workers yields all rows" for count in found]
+    assert told == [("duplicate-data", "warning", 7, one) for one in said]
