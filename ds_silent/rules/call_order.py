@@ -2,8 +2,8 @@
 
 * ``clip_grad_norm_`` behind the step: the gradients that it makes smaller are never applied, so nothing is clipped.
   Within the accumulation: each rank clips by the norm of its own gradients, before they are reduced. With a limit of 0:
-  nothing is left. Silent: a limit of infinity, by which scripts read the norm, clippings without an effect, and norms
-  that lie in shards.
+  nothing is left. Of no parameter: what it is given is a generator that an optimizer has read to its end. Silent: a
+  limit of infinity, by which scripts read the norm, clippings without an effect, and norms that lie in shards.
 * ``zero_grad()`` between the backward and the step: the optimizer finds no gradient.
 * One ``autocast`` around the whole loop: it keeps the weights as it has cast them first, until it is left.
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
@@ -40,6 +40,7 @@ class Clipping(Rule):
         self._own = set(map(id, framework.parameters))
         self._stepped: dict[int, Any] = {}  # optimizers, since the last backward, by id
         self._reads = 0
+        self._given: set[bool] = set()  # whether the clippings since the last step were given anything
         self._rows = {how: _InARow() for how in _CLIPPED}
         self._found: dict[str, Breach] = {}
 
@@ -63,9 +64,21 @@ class Clipping(Rule):
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepped[id(optimizer)] = optimizer
+        if self._given:
+            row = self._rows["nothing"]
+            row.count(self._given == {False}, self._framework.step)
+            self._given.clear()
+            if row.times >= _TIMES and "nothing" not in self._found:
+                self._finds("nothing", row, "")
+
+    def _finds(self, how: str, row: _InARow, clipped: str) -> None:
+        message, remedy = (text.format(clipped=clipped, since=row.since) for text in _CLIPPED[how])
+        where = "clip_grad_norm_"
+        self._found[how] = Breach(f"clipped:{how}", "update-mismatch", "warning", where, message, remedy, row.since)
 
     def _clips(self, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else parameters
+        self._given.add(given != [])
         if not isinstance(given, (list, tuple)) or not given or id(given[0]) not in self._own:
             return  # what can be read once is left to the clipping
         groups = [group["params"] for optimizer in self._stepped.values() for group in optimizer.param_groups]
@@ -84,11 +97,7 @@ class Clipping(Rule):
         if norm > max_norm:
             row.count(True, self._framework.step - (how == "behind"))
         if row.times >= _TIMES:
-            clipped = f"a norm of {norm:.3g} to {max_norm:.3g}"
-            message, remedy = (text.format(clipped=clipped, since=row.since) for text in _CLIPPED[how])
-            self._found[how] = Breach(
-                f"clipped:{how}", "update-mismatch", "warning", "clip_grad_norm_", message, remedy, row.since
-            )
+            self._finds(how, row, f"a norm of {norm:.3g} to {max_norm:.3g}")
 
     def breaches(self) -> tuple[Breach, ...]:
         return tuple(self._found.values())
@@ -109,6 +118,10 @@ _CLIPPED = {
         "clip_grad_norm_ is called with a limit of 0, since step {since} ({clipped}): it makes every gradient 0, and "
         "nothing is trained.",
         "Leave it out, or give it a limit above 0.",
+    ),
+    "nothing": (
+        "clip_grad_norm_ is given no parameter, since step {since}: no gradient is clipped.",
+        "Give it model.parameters() anew at each call, or a list: a generator is empty once an optimizer has read it.",
     ),
 }
 """Message and remedy of each."""

@@ -4,7 +4,9 @@
 softmax or sigmoid has made some already, no class of C can come above e / (e + C - 1), and the model learns slowly, on
 every rank alike: a warning. ``nll_loss`` and ``kl_div`` want logarithms: a note, as minus a probability is a loss, too.
 All are read from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition,
-by which the classes of (B, T, C) are to come second: a warning. A softmax of a softmax in another term of a loss is a
+by which the classes of (B, T, C) are to come second: a warning. So are ``log_softmax`` over the rows before
+``nll_loss``, and (B, 1) against (B) in ``mse_loss`` and its like, which compare each row with every row: a note where
+the script subtracts and squares them itself. A softmax of a softmax in another term of a loss is a
 note: a router's balance, for example, of probabilities in place of logits. Silent: anything between them that
 computes (a temperature, a logarithm), other losses, and graphs that are compiled.
 """
@@ -30,9 +32,15 @@ _VIEWS = re.compile(
     r"(Unsafe)?View|Cat|Reshape(Alias)?|(Uns|S)queeze|Alias|Clone|ToCopy|Expand|T|Transpose|Permute|Slice|Select|Index(Select)?|"
     "MaskedSelect"
 )
-_COMPUTES = re.compile("Add|Mul|Div|Neg|Sub|Sum|Mean|MaskedFill|Where|_DDPSink|Stack")
+_COMPUTES = re.compile("Add|Mul|Div|Neg|Sub|Sum|Mean|MaskedFill|Where|_DDPSink|Stack|Pow|Abs")
 """What a script and torch make a loss of behind it, beside views."""
 _NLL = ("NllLoss", "NllLoss2D")
+_OF_PAIRS = {
+    "MseLoss": "mse_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "Sub": "the script's loss",
+}
 _WANTS = {
     "LogSoftmax": ("cross_entropy", ("Softmax",), "logits"),
     "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", ("Sigmoid", "Softmax"), "logits"),
@@ -79,8 +87,12 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
             made_by = _operation(_behind_views(_first(node)))
             if made_by in wrong:
                 yield loss, made_by.lower(), wants
+            elif operation == "NllLoss" and made_by == "LogSoftmax" and _over_rows(_first(node)):
+                yield loss, "log_softmax", "rows"
             elif operation == "LogSoftmax" and _mixes_classes(_first(node)):
                 yield loss, "view", "classes"
+        elif operation in _OF_PAIRS and _broadcasts(node):
+            yield _OF_PAIRS[operation], "broadcast", "pairs" if operation == "Sub" else "one shape"
         elif operation == "Softmax" and _operation(_behind_views(_first(node))) == "Softmax":
             yield "softmax", "softmax", "once"
         elif operation == "Sub" and _subtracts_product_with_softmax(node):  # torch's kl_div: xlogy(t, t) - t * input
@@ -117,8 +129,28 @@ def _behind_views(node: Any) -> Any:
 def _mixes_classes(view: Any) -> bool:
     """Tell whether a view gives (B, T, C) the sizes of (B, C, T), and so mixes classes with places."""
     before = tuple(getattr(view, "_saved_self_sym_sizes", ()))
-    after = tuple(view._input_metadata[0].shape) if before and hasattr(view, "_input_metadata") else ()
+    after = _shape_of(view) if before else ()
     return len(before) > 2 and after != before and after == (before[0], before[-1], *before[1:-1])
+
+
+def _over_rows(log_softmax: Any) -> bool:
+    dimension, shape = getattr(log_softmax, "_saved_dim", None), _shape_of(log_softmax)
+    return len(shape) == 2 and dimension in (0, 2**64 - 2)  # which stands for -2
+
+
+def _broadcasts(node: Any) -> bool:
+    """Tell whether (B, 1) and (B) have become (B, B), of which one needs no gradient."""
+    inputs = [inner for inner, _ in node.next_functions if inner is not None]
+    if len(inputs) != 1:
+        return False
+    expanded = inputs[0] if _operation(inputs[0]) == "Expand" else node  # as torch's own losses do
+    after, before = _shape_of(expanded), _shape_of(_first(inputs[0]) if expanded is inputs[0] else inputs[0])
+    return len(after) == 2 and after[0] == after[1] > 1 and before in ((after[0], 1), after[:1])
+
+
+def _shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of what a node has made; empty where it is not known."""
+    return tuple(node._input_metadata[0].shape) if getattr(node, "_input_metadata", None) else ()
 
 
 def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
@@ -130,6 +162,15 @@ def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
             "the numbers of one place lie in the rows of several classes."
         )
         remedy = "Exchange the dimensions by transpose(1, 2) or permute, and not by view or reshape."
+    elif wants == "rows":
+        message = f"{loss} is given a log_softmax over the rows of the batch (dim=0), and not over the classes."
+        remedy = "Take log_softmax over the dimension of the classes, dim=1, or use cross_entropy."
+    elif wants in ("one shape", "pairs"):
+        severity = "warning" if wants == "one shape" else "info"
+        first = loss if wants == "one shape" else loss.capitalize()
+        message = f"{first} takes (B, 1) and (B): broadcast to (B, B), every row is compared with each row's target."
+        remedy = "Give both one shape: output.squeeze(1), or target.unsqueeze(1)."
+        remedy = remedy if wants == "one shape" else f"If that is meant, do nothing. {remedy}"
     elif wants == "once":
         severity, message = "info", "A term of the loss takes the softmax of a softmax: what it sees is nearly uniform."
         remedy = "If that is meant, do nothing. Else give that term the logits, before their first softmax."

@@ -79,6 +79,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         functional.cross_entropy(x, y) + 0.01 * (torch.cat([x, x]).softmax(-1).mean(0) * torch.ones(CLASSES)).sum()
     ),
     "one minus the probability": lambda x, y: (1 - functional.one_hot(y, CLASSES) * x.softmax(-1)).sum(-1).mean(),
+    "log_softmax over the rows": lambda x, y: functional.nll_loss(x.log_softmax(0), y),
+    "log_softmax over the classes": lambda x, y: functional.nll_loss(x.log_softmax(1), y),
+    "targets of another shape": lambda x, y: functional.mse_loss(x[:, :1], y.float()),
+    "targets of another shape, by hand": lambda x, y: ((x[:, 0] - y.float()[:, None]) ** 2).mean(),
+    "targets of one shape": lambda x, y: functional.mse_loss(x[:, :1], y.float()[:, None]) + (x[:, 0] - y).abs().mean(),
     "view for a transposition": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES, 2), y.view(-1, 2)),
     "transposition": lambda x, y: functional.cross_entropy(_pairs(x).transpose(1, 2), y.view(-1, 2)),
     "flattened": lambda x, y: functional.cross_entropy(_pairs(x).reshape(-1, CLASSES), y),
@@ -113,6 +118,7 @@ def _train(directory: str, kind: str) -> None:
     model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED, static_graph=kind == STATIC)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = torch.optim.SGD(trainable, lr=0.05, fused=True if "fused" in kind else None)
+    held = (parameter for parameter in trainable[:0])  # as of model.parameters() that an optimizer has read
     scheduler: Any = LambdaLR(optimizer, lambda step: _rate(kind, step))
     if kind in SCHEDULES:
         scheduler = SCHEDULES[kind](optimizer)
@@ -146,6 +152,9 @@ def _train(directory: str, kind: str) -> None:
                     parameter.grad /= scaler.get_scale()
             if "clipped before" in kind or "clipped within" in kind:
                 nn.utils.clip_grad_norm_(trainable, limit)
+            if "clipped of" in kind:
+                for one in [held] if "nothing" in kind else [[], trainable]:
+                    nn.utils.clip_grad_norm_(one, limit)
             if "by the scaler" in kind:
                 scaler.step(optimizer)
             elif "anew" in kind:
@@ -166,6 +175,7 @@ def _train(directory: str, kind: str) -> None:
 TOLD = {
     "clipped behind": (4, "warning", "clip_grad_norm_"),
     "clipped before, to 0": (3, "warning", "clip_grad_norm_"),
+    "clipped of nothing": (4, "warning", "clip_grad_norm_"),
     "clipped within the accumulation": (1, "warning", "clip_grad_norm_"),
     "autocast around the loop": (4, "warning", "autocast"),
     "cleared between": (4, "error", "zero_grad"),
@@ -184,6 +194,9 @@ TOLD = {
     "sigmoid before logits": (1, "warning", "binary_cross_entropy_with_logits"),
     "softmax before nll_loss": (1, "info", "nll_loss"),
     "softmax before kl_div": (1, "info", "kl_div"),
+    "log_softmax over the rows": (1, "warning", "nll_loss"),
+    "targets of another shape": (1, "warning", "mse_loss"),
+    "targets of another shape, by hand": (1, "info", "the script's loss"),
     "view for a transposition": (1, "warning", "cross_entropy"),
     "a router's balance of probabilities": (1, "info", "softmax"),
     "reentrant checkpoint": (16, "warning", "adapter.weight, adapter.bias"),
@@ -193,6 +206,9 @@ TOLD = {
 MEANT = (
     "healthy",
     "clipped before",
+    "clipped of each group, one of them empty",
+    "log_softmax over the classes",
+    "targets of one shape",
     "infinity behind",
     "clipped before, after an accumulation",
     "clipped within an accumulation, to infinity",
