@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ def _take_places(file: str | None, called: str) -> Patches:
         take_its_place(block if file else None)
 
     patches.after_import("deepspeed", deepspeed_is_there)
+    patches.after_import("torch.multiprocessing.spawn", partial(_follow_spawned, patches, file, called))
     unobserved: Callable[[], list[str]] = list
     if block is not None:
         from ds_silent.frameworks.auto_attach import AutoAttach
@@ -102,6 +104,32 @@ def _take_places(file: str | None, called: str) -> Patches:
         unobserved = auto_attach.unobserved
     atexit.register(_say_if_nothing_was_observed, unobserved)
     return patches
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """What a process runs that the script starts by ``torch.multiprocessing.spawn``: observed as the script is."""
+
+    function: Callable[..., Any]
+    file: str | None
+    called: str
+
+    def __call__(self, *args: Any) -> Any:
+        patches = _take_places(self.file, self.called)
+        try:
+            return self.function(*args)
+        finally:
+            patches.undo()
+
+
+def _follow_spawned(patches: Patches, file: str | None, called: str, module: ModuleType) -> None:
+    from ds_silent.__main__ import Spawned  # by the name that another process imports it by
+
+    def start(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        atexit.unregister(_say_if_nothing_was_observed)  # the processes say it
+        return original(Spawned(function, file, called), *args, **kwargs)
+
+    patches.wrap(module, "start_processes", start)
 
 
 def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:

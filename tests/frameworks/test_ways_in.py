@@ -325,3 +325,52 @@ def test_a_module_that_cannot_be_run_is_one_sentence(name: str, monkeypatch: pyt
     monkeypatch.setattr("deepspeed.initialize", None)  # put back afterwards
     with pytest.raises(SystemExit, match=rf"got -m {name}, which is no module that can be run"):
         main()
+
+
+SPAWNS = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing
+from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank, ranks):
+    dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    torch.manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    spawn(train, (2,), 2)
+"""
+
+
+@pytest.mark.long
+def test_ranks_that_a_script_starts_itself_are_observed(tmp_path: Path) -> None:
+    """Nothing was said of them, and nothing recorded: rank 1 has twice the learning rate."""
+    (tmp_path / "train.py").write_text(SPAWNS)
+    (tmp_path / "block.json").write_text('{"output_dir": "records", "tensorboard": false}')
+    command = [
+        interpreter(),
+        "-m",
+        "ds_silent",
+        "--silent-consistency-config",
+        "block.json",
+        "train.py",
+        str(tmp_path / "r"),
+    ]
+    status, said = run(command, tmp_path)
+    assert status == 0, said
+    assert len((tmp_path / "records" / "metrics.jsonl").read_text().splitlines()) == 3
+    first = json.loads((tmp_path / "records" / "events.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["kind"], first["ranks"], first["where"]) == (
+        0,
+        "config-mismatch",
+        [0, 1],
+        "learning rate",
+    )
+    assert "nothing was observed" not in said
