@@ -105,6 +105,7 @@ class Words:
         'averages weights instead of gradients, set "integrity": {"aggregation": false, "replica_interval": 0}'
     )
     not_cleared: str = "Clear the gradients with zero_grad() between a step and the next backward"  # what to do first
+    stale: str = ""  # what to do first where an aggregate of the step before comes again
     update_settings: str = "clipping and the loss scale"  # what multiplies the gradient that is applied
     batch_size: str = "the batch size"  # setting of one rank's rows per micro-batch
     accumulation: str = "the number of micro-batches"  # setting of how many make a step

@@ -277,6 +277,7 @@ def distrust(words: Words, ranks: tuple[int, ...], what: str = "") -> str:
         "unreduced": words.not_reduced,
         "unsynchronised": words.not_synchronised,
         "leftover": words.not_cleared,
+        "stale": words.stale,
         "changed": "Look first for code that changes gradients on some ranks only behind the reduction, as by clipping",
     }
     first = known.get(what) or "Look for a hook or other code of the script that changes gradients"

@@ -40,6 +40,8 @@ WORDS = Words(
     another_reduction="try another DeepSpeed version, overlap_comm false, or another communication_data_type",
     not_reduced="",
     not_cleared="",
+    stale="Under ZeRO-3 let each parameter take part in every step's loss, as by adding 0 * parameter.sum(): DeepSpeed "
+    "0.19.8 applies the last gradient again of one that a step leaves out",
     update_settings="gradient_clipping, the loss scale and gradient_accumulation_steps",
     batch_size="train_micro_batch_size_per_gpu",
     accumulation="gradient_accumulation_steps",
