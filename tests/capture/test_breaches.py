@@ -16,7 +16,7 @@ from ds_silent.capture import step
 from ds_silent.drill.training import hash_of
 from ds_silent.rules.rule import Breach, Rule
 from ds_silent.sinks.jsonl import read_events
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 STEPS = 9
 
@@ -94,7 +94,7 @@ def several(framework: Any) -> list[Rule]:
 
 
 def test_breaches_become_events_with_their_ranks_and_their_end(tmp_path: Path) -> None:
-    watched = run_distributed(train, 3, (tmp_path, several))
+    watched = run_on_kept_ranks(train, 3, (tmp_path, several))
     assert of_rules(tmp_path) == [
         (3, "started", [], "all is “wrong”. xxxxxxxxxxxxxx"),
         (4, "started", [1], "On rank 1: one is “wrong”. xxx"),
@@ -104,7 +104,7 @@ def test_breaches_become_events_with_their_ranks_and_their_end(tmp_path: Path) -
         (9, "started", [], "last is “wrong”. xxxxxxxxxxxxx"),
     ]
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "observer-off"]
-    assert watched == run_distributed(train, 3, (tmp_path, None)), "a rule that breaks changes no weight"
+    assert watched == run_on_kept_ranks(train, 3, (tmp_path, None)), "a rule that breaks changes no weight"
 
 
 def test_the_block_switches_rules_off() -> None:

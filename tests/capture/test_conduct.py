@@ -24,7 +24,7 @@ from ds_silent.exchange.observation import Code
 from ds_silent.preflight.inventory import dropout_probabilities, generator_items
 from ds_silent.preflight.messages import verdict as verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.preflight import outcome_of
 
 ROWS, WIDTH, STRIKE, STEPS = 4, 16, 4, 8
@@ -218,7 +218,7 @@ def _train_all(cases: tuple[Case, ...], directory: str) -> list[Any]:
 
 def train(cases: tuple[Case, ...], ranks: int) -> list[tuple[Case, list[dict[str, Any]], list[dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as directory:
-        done = run_distributed(_train_all, ranks, (cases, directory), timeout=300)[0]
+        done = run_on_kept_ranks(_train_all, ranks, (cases, directory), timeout=300)[0]
     return [(case, *one) for case, one in zip(cases, done, strict=True)]
 
 
@@ -299,7 +299,7 @@ def test_a_rank_that_trains_in_evaluation_mode_keeps_its_rows_and_its_loss() -> 
 
 def test_what_the_preflight_has_told_is_not_told_again() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        events = run_distributed(_other_rate_from_the_start, 3, (directory,))[0]
+        events = run_on_kept_ranks(_other_rate_from_the_start, 3, (directory,))[0]
     assert [(e["step"], e["kind"], e["ranks"]) for e in alarms(events) if e["where"] == "learning rate"] == [
         (0, "config-mismatch", [1])
     ]

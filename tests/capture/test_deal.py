@@ -32,7 +32,7 @@ from ds_silent.sinks.jsonl import read_events
 from finetune.sampler import Plan, ResumableSampler
 from tests.capture.test_own_loaders import Stream
 from tests.capture.test_own_loops import Net, Pairs
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 from tests.support.preflight import outcome_of
 
 ROWS: Any = list(range(40))
@@ -381,7 +381,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path,
             for place, (of, style, advance, coverage, _) in enumerate(DEALT)
             if of == ranks
         }
-        known = run_distributed(each, ranks, (trained, cases))
+        known = run_on_kept_ranks(each, ranks, (trained, cases))
         found |= {place: (directory / str(place), [of_rank[place] for of_rank in known]) for place in cases}
     return found
 
@@ -408,7 +408,7 @@ def test_in_a_training(place: int, trainings: dict[int, tuple[Path, list[list[st
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_its_own_files_and_one_has_few(ranks: int, tmp_path: Path) -> None:
     """Rank 0 has two batches, which come again and again; the rows are known by their content."""
-    known = run_distributed(trained, ranks, (str(tmp_path), "own", 1, True))[0]
+    known = run_on_kept_ranks(trained, ranks, (str(tmp_path), "own", 1, True))[0]
     assert len(known) == 40
     assert known[0] == "unknown"
     assert known[-1] == "own-shard"
@@ -423,7 +423,7 @@ def test_each_rank_its_own_files_and_one_has_few(ranks: int, tmp_path: Path) -> 
 @pytest.mark.long
 def test_each_rank_shuffles_all_rows(ranks: int, tmp_path: Path) -> None:
     """Nobody has thought of a DistributedSampler: each rank's pass takes every row."""
-    run_distributed(trained, ranks, (str(tmp_path), "all", 2, True))
+    run_on_kept_ranks(trained, ranks, (str(tmp_path), "all", 2, True))
     [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] in ROW_KINDS]
     assert (event["kind"], event["severity"], event["ranks"]) == ("duplicate-data", "warning", list(range(ranks)))
     assert event["step"] < 24  # in the first pass

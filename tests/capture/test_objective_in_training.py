@@ -24,7 +24,7 @@ from ds_silent.capture.loss_graph import terms_of
 from ds_silent.drill.training import hash_of
 from ds_silent.drill.verdicts import alarms
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 CLASSES, ROWS, STEPS = 8, 6, 12
 CLASS_WEIGHTS = torch.arange(1.0, 1.0 + CLASSES)
@@ -217,7 +217,7 @@ def _train_faults(directory: str) -> list[Any]:
 @pytest.mark.long
 def test_a_rank_with_another_objective_is_told_at_its_first_step(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        done = run_distributed(_train_faults, ranks, (directory,), timeout=300)[0]
+        done = run_on_kept_ranks(_train_faults, ranks, (directory,), timeout=300)[0]
     for (name, (_, node)), (events, _, _) in zip(FAULTS.items(), done, strict=True):
         found = [event for event in alarms(events) if event["kind"] not in ("batch-size-mismatch",)]
         assert [(e["kind"], e["severity"], e["step"]) for e in found] == [("objective-mismatch", "error", 1)], name
@@ -233,7 +233,7 @@ def _train_healthy(directory: str) -> list[Any]:
 @pytest.mark.long
 def test_objectives_that_differ_by_design_are_silent(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        done = run_distributed(_train_healthy, ranks, (directory,), timeout=300)[0]
+        done = run_on_kept_ranks(_train_healthy, ranks, (directory,), timeout=300)[0]
     for name, (events, records, _) in zip(HEALTHY, done, strict=True):
         assert [e for e in events if e["kind"] == "objective-mismatch"] == [], name
         assert len(records) == STEPS, name
@@ -258,7 +258,7 @@ def _train_more(directory: str) -> list[Any]:
 
 def test_what_begins_later_what_stays_and_the_records() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = run_distributed(_train_more, 3, (directory,), timeout=300)
+        ranks = run_on_kept_ranks(_train_more, 3, (directory,), timeout=300)
     later, scaled, part, plain, watched = ranks[0]
     for events, records, _ in (later, scaled):
         assert [(e["kind"], e["ranks"], e["step"]) for e in alarms(events)] == [("objective-mismatch", [1], 5)]
@@ -298,4 +298,4 @@ def _terms_of_a_searched_model(directory: str) -> list[str]:
 
 
 def test_a_search_for_unused_parameters_keeps_the_loss_apart_from_the_logits(tmp_path: Path) -> None:
-    assert run_distributed(_terms_of_a_searched_model, 1, (str(tmp_path),)) == [["NllLossBackward0 (mean)"]]
+    assert run_on_kept_ranks(_terms_of_a_searched_model, 1, (str(tmp_path),)) == [["NllLossBackward0 (mean)"]]

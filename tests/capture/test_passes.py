@@ -24,7 +24,7 @@ from ds_silent.capture.step import StepCapture, StepMoments
 from ds_silent.kernels.accumulator import Accumulator
 from ds_silent.kernels.checksums import Checksums
 from tests.support import ddp_training, training
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 PASSES = {
     "local: sketch": Fraction(1),
@@ -62,18 +62,18 @@ def family(kind: type) -> list[type]:
 
 
 class Counts:
-    """What one rank hands to the kernels, and how often it calls them, by moment; for good, in a process of its own."""
+    """What one rank hands to the kernels, and how often it calls them, by moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.read: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._moments, self._inside = ["elsewhere"], False
         for moment, kind, name in MOMENTS:
-            setattr(kind, name, self._at(moment, getattr(kind, name)))
+            patched.setattr(kind, name, self._at(moment, getattr(kind, name)))
         for kernel, functions in KERNELS.items():
             for kind in family(kernel):
                 for name in functions.keys() & vars(kind).keys():
-                    setattr(kind, name, self._counted(name, functions[name], vars(kind)[name]))
+                    patched.setattr(kind, name, self._counted(name, functions[name], vars(kind)[name]))
 
     def take(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes that were handed over since the last call, and calls."""
@@ -116,11 +116,13 @@ def bytes_in(values: Iterable[Any]) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor)) + sum(nested)
 
 
-def in_ddp(
-    block: dict[str, Any], accumulation: int, views: bool = False
-) -> tuple[Callable[[bool], None], list[Tensor]]:
+Training = tuple[Callable[[bool], None], list[Tensor], Any]
+"""A micro-step of it, its parameters, and its observer."""
+
+
+def in_ddp(block: dict[str, Any], accumulation: int, views: bool = False) -> Training:
     ddp, optimizer = ddp_training.build(ddp_training.DDPCase(views=views))
-    ds_silent.attach(ddp, block, optimizer=optimizer, accumulation=accumulation)
+    observer = ds_silent.attach(ddp, block, optimizer=optimizer, accumulation=accumulation)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def micro_step(last: bool) -> None:
@@ -130,16 +132,16 @@ def in_ddp(
             optimizer.step()
             optimizer.zero_grad()
 
-    return micro_step, list(ddp.parameters())
+    return micro_step, list(ddp.parameters()), observer
 
 
-def in_deepspeed(block: dict[str, Any], accumulation: int) -> tuple[Callable[[bool], None], list[Tensor]]:
+def in_deepspeed(block: dict[str, Any], accumulation: int) -> Training:
     case = training.Case(accumulation=accumulation)
     model = Probe(None)
     config = {**case.config(Path(), enabled=False), "silent_consistency": block}
     engine = ds_silent.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return lambda _: training.one_step(engine, generator), list(model.parameters())
+    return lambda _: training.one_step(engine, generator), list(model.parameters()), ds_silent.observer_of(engine)
 
 
 Step = tuple[dict[str, Fraction], dict[str, int]]
@@ -147,18 +149,21 @@ Step = tuple[dict[str, Fraction], dict[str, int]]
 
 def steps_of(directory: str, framework: str, interval: int, accumulation: int, steps: int) -> list[list[Step]]:
     """Multiples of the gradient's bytes that were handed over, and calls: of each step's micro-batches."""
-    counts, block = Counts(), {"output_dir": directory, "interval": interval, "tensorboard": False}
+    block = {"output_dir": directory, "interval": interval, "tensorboard": False}
     made_by = {"ddp": in_ddp, "views": partial(in_ddp, views=True), "deepspeed": in_deepspeed}
-    micro_step, parameters = made_by[framework](block, accumulation)
-    size = bytes_in([parameter for parameter in parameters if parameter.requires_grad])
-    counts.take()  # the preflight may sum up the weights
-    found: list[list[Step]] = []
-    for _ in range(steps):
-        found.append([])
-        for micro in range(accumulation):
-            micro_step(micro == accumulation - 1)
-            read, calls = counts.take()
-            found[-1].append(({place: Fraction(bytes_, size) for place, bytes_ in read.items()}, calls))
+    with pytest.MonkeyPatch.context() as patched:
+        counts = Counts(patched)
+        micro_step, parameters, observer = made_by[framework](block, accumulation)
+        size = bytes_in([parameter for parameter in parameters if parameter.requires_grad])
+        counts.take()  # the preflight may sum up the weights
+        found: list[list[Step]] = []
+        for _ in range(steps):
+            found.append([])
+            for micro in range(accumulation):
+                micro_step(micro == accumulation - 1)
+                read, calls = counts.take()
+                found[-1].append(({place: Fraction(bytes_, size) for place, bytes_ in read.items()}, calls))
+        observer.close()
     return found
 
 
@@ -172,9 +177,29 @@ def over_ranks(step: list[Step], other: list[Step]) -> list[dict[str, Fraction]]
     return rows
 
 
+def gradients_taken(directory: str) -> list[int]:
+    """How many gradients the hooks hand on in each of 3 steps, of which the second is measured."""
+    handed, taken, original = [0], [], StepMoments.gradient
+
+    def gradient(moments: StepMoments, index: int, values: Tensor) -> bool:
+        handed[0] += 1
+        return original(moments, index, values)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StepMoments, "gradient", gradient)
+        block = {"output_dir": directory, "interval": 2, "tensorboard": False}
+        micro_step, _, observer = in_ddp(block, accumulation=1)
+        for _ in range(3):
+            handed[0] = 0
+            micro_step(True)
+            taken.append(handed[0])
+        observer.close()
+    return taken
+
+
 @pytest.mark.parametrize("framework", list(LOCAL_CALLS))
 def test_a_measured_step_makes_these_passes_and_calls_and_no_more(tmp_path: Path, framework: str) -> None:
-    ranks = run_distributed(steps_of, 2, (str(tmp_path), framework, 1, 1, 3))
+    ranks = run_on_kept_ranks(steps_of, 2, (str(tmp_path), framework, 1, 1, 3))
     assert [over_ranks(*both) for both in zip(*ranks, strict=True)] == 3 * [[PASSES]]
     expected = CALLS | LOCAL_CALLS[framework]
     assert [[calls for _, calls in step] for rank in ranks for step in rank] == 2 * 3 * [[expected]]
@@ -183,7 +208,7 @@ def test_a_measured_step_makes_these_passes_and_calls_and_no_more(tmp_path: Path
 @pytest.mark.parametrize("framework", list(LOCAL_CALLS))
 def test_accumulation_is_read_once_at_the_boundary(tmp_path: Path, framework: str) -> None:
     """There a hook reads what is accumulated beside what comes in; the first micro-batch reads nothing."""
-    ranks = run_distributed(steps_of, 2, (str(tmp_path), framework, 1, 2, 3))
+    ranks = run_on_kept_ranks(steps_of, 2, (str(tmp_path), framework, 1, 2, 3))
     boundary = PASSES | {"local: sketch": Fraction(1 if framework == "ddp" else 2)}
     assert [over_ranks(*both) for both in zip(*ranks, strict=True)] == 3 * [[{}, boundary]]
     expected = CALLS | LOCAL_CALLS[framework]
@@ -194,27 +219,10 @@ def test_accumulation_is_read_once_at_the_boundary(tmp_path: Path, framework: st
 def test_an_unmeasured_step_reads_nothing_and_calls_no_kernel_in_any_micro_batch(
     tmp_path: Path, framework: str
 ) -> None:
-    for rank in run_distributed(steps_of, 2, (str(tmp_path), framework, 10, 2, 12)):
+    for rank in run_on_kept_ranks(steps_of, 2, (str(tmp_path), framework, 10, 2, 12)):
         assert [step for step, micros in enumerate(rank, 1) if micros != [({}, {}), ({}, {})]] == [10]
         assert rank[9][0] == ({}, {})
 
 
-def gradients_taken(directory: str) -> list[int]:
-    """How many gradients the hooks hand on in each of 3 steps, of which the second is measured."""
-    handed, taken, original = [0], [], StepMoments.gradient
-
-    def gradient(moments: StepMoments, index: int, values: Tensor) -> bool:
-        handed[0] += 1
-        return original(moments, index, values)
-
-    StepMoments.gradient = gradient  # type: ignore[method-assign]
-    micro_step, _ = in_ddp({"output_dir": directory, "interval": 2, "tensorboard": False}, accumulation=1)
-    for _ in range(3):
-        handed[0] = 0
-        micro_step(True)
-        taken.append(handed[0])
-    return taken
-
-
 def test_an_unmeasured_step_takes_its_first_gradient_alone(tmp_path: Path) -> None:
-    assert run_distributed(gradients_taken, 2, (str(tmp_path),)) == 2 * [[1, 13, 1]]
+    assert run_on_kept_ranks(gradients_taken, 2, (str(tmp_path),)) == 2 * [[1, 13, 1]]

@@ -21,7 +21,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.exchange.row_ids import sampling_of, unpack_ids
 from ds_silent.rules.cleared import REPEATS
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 
 def taken(rows: RowIds) -> list[int]:
@@ -236,7 +236,7 @@ def train(kind: str, directory: Path) -> None:
 @pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts", "accumulates"])
 @pytest.mark.long
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
-    run_distributed(train, 2, (kind, tmp_path))
+    run_on_kept_ranks(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
     passes = [record["coverage"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     passes = [one for one in passes if one["seen"] is not None]  # null where a step brings no new rows
@@ -245,14 +245,14 @@ def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_pa
 
 
 def test_batches_that_come_twice_are_told(tmp_path: Path) -> None:
-    run_distributed(train, 2, ("twice", tmp_path))
+    run_on_kept_ranks(train, 2, ("twice", tmp_path))
     kinds = {event["kind"] for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"}
     assert kinds & {"data-order-mismatch", "duplicate-data"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_keeps_its_batch_while_the_others_go_on_is_named(ranks: int, tmp_path: Path) -> None:
-    run_distributed(train, ranks, ("stuck", tmp_path))
+    run_on_kept_ranks(train, ranks, ("stuck", tmp_path))
     events = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     assert [(event["kind"], event["severity"], event["ranks"]) for event in events] == [
         ("data-order-mismatch", "error", [1])

@@ -26,7 +26,7 @@ from ds_silent.patches import Patches
 from ds_silent.preflight.messages import own_parts
 from ds_silent.preflight.settings import WINDOW, Numbers, counters_of, settings_of
 from ds_silent.sinks.jsonl import read_events
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 ROWS, WIDTH, STRIKE, STEPS, ODD = 4, 8, 3, 6, 1
 
@@ -156,7 +156,7 @@ def _train_all(cases: tuple[Case, ...], directory: str) -> list[Any]:
 
 def train(cases: tuple[Case, ...], ranks: int) -> list[tuple[Case, list[dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as directory:
-        done = run_distributed(_train_all, ranks, (cases, directory), timeout=300)[0]
+        done = run_on_kept_ranks(_train_all, ranks, (cases, directory), timeout=300)[0]
     return list(zip(cases, done, strict=True))
 
 
@@ -248,7 +248,7 @@ def _under_zero(directory: str, stage: int, autocasts: bool) -> list[dict[str, A
 
 def test_gradients_that_autocast_puts_into_another_order_follow_from_it(tmp_path: Path) -> None:
     """ZeRO-1 and 2 fill their buckets as the gradients come: one rank's order mixes them (DeepSpeed 0.19.8)."""
-    events = run_distributed(_under_zero, 3, (str(tmp_path), 2, True))[0]
+    events = run_on_kept_ranks(_under_zero, 3, (str(tmp_path), 2, True))[0]
     assert [(e["kind"], e["ranks"], e["step"], e["where"]) for e in alarms(events)] == [
         ("config-mismatch", [ODD], STRIKE, "autocast")
     ]
@@ -262,7 +262,7 @@ def _every_stage(directory: str) -> list[list[dict[str, Any]]]:
 
 
 def test_step_counters_and_settings_under_every_zero_stage(tmp_path: Path) -> None:
-    for stage, events in enumerate(run_distributed(_every_stage, 3, (str(tmp_path),), timeout=300)[0]):
+    for stage, events in enumerate(run_on_kept_ranks(_every_stage, 3, (str(tmp_path),), timeout=300)[0]):
         found = [(e["step"], e["kind"], e["ranks"], e["where"]) for e in alarms(events)]
         assert found == [
             (STRIKE, "config-mismatch", [ODD], "optimizer's step"),
@@ -315,7 +315,7 @@ def _with_and_without_labels(directory: str) -> list[list[dict[str, Any]]]:
 
 
 def test_a_third_of_the_label_tokens_is_a_note(tmp_path: Path) -> None:
-    *thirds, most, most_outside = run_distributed(_with_and_without_labels, 3, (str(tmp_path),))[0]
+    *thirds, most, most_outside = run_on_kept_ranks(_with_and_without_labels, 3, (str(tmp_path),))[0]
     for third in thirds:
         assert [(e["kind"], e["severity"], e["ranks"], e["step"]) for e in third] == [
             ("batch-size-mismatch", "info", [1], 20)

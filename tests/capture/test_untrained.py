@@ -18,7 +18,7 @@ from ds_silent.capture.untrained import _others
 from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.ddp import reduced_parameters
 from ds_silent.sinks.jsonl import read_events
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 WIDTH, STEPS, LATE = 8, 6, 3
 
@@ -232,7 +232,7 @@ def train_healthy(directory: str) -> dict[str, tuple[list[dict[str, Any]], str]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict[str, Any]], str]]:
-    results = run_distributed(train_all, 3, (str(tmp_path_factory.mktemp("untrained")),), timeout=400)
+    results = run_on_kept_ranks(train_all, 3, (str(tmp_path_factory.mktemp("untrained")),), timeout=400)
     return dict(results[0])
 
 
@@ -256,7 +256,7 @@ def test_what_the_wrapper_was_told_to_ignore_is_noted(
 def test_weights_are_those_of_a_training_without_an_observer(
     found: dict[str, tuple[list[dict[str, Any]], str]],
 ) -> None:
-    plain = run_distributed(train_healthy, 3, ("",), timeout=400)[0]
+    plain = run_on_kept_ranks(train_healthy, 3, ("",), timeout=400)[0]
     assert {name: weights for name, (_, weights) in plain.items()} == {name: found[name][1] for name in plain}
 
 
@@ -282,7 +282,7 @@ def known_parameters() -> dict[str, bool]:
 
 
 def test_which_parameters_a_reducer_has() -> None:
-    found = run_distributed(known_parameters, 2)[0]
+    found = run_on_kept_ranks(known_parameters, 2)[0]
     assert all(found.values()), found
 
 
@@ -316,7 +316,7 @@ def train_by_masters(directory: str) -> list[list[tuple[int, str, str]]]:
 
 def test_weights_that_a_script_writes_from_masters_are_trained(tmp_path: Path) -> None:
     """Once a warning at step 1: nothing trains what the script calls trainable."""
-    *written, forgotten = run_distributed(train_by_masters, 2, (str(tmp_path),))[0]
+    *written, forgotten = run_on_kept_ranks(train_by_masters, 2, (str(tmp_path),))[0]
     assert written == [[], [], []]
     assert forgotten == [(8, "update-mismatch", "warning")]
 

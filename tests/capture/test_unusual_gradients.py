@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, _hash_weights
 
 
@@ -43,7 +43,7 @@ def refused(directory: str) -> list[str | None]:
 
 
 def test_a_sparse_embedding_is_refused_by_its_name_unless_it_is_frozen(tmp_path: Path) -> None:
-    for trainable, frozen in run_distributed(refused, 2, (str(tmp_path),)):
+    for trainable, frozen in run_on_kept_ranks(refused, 2, (str(tmp_path),)):
         assert trainable is not None
         assert trainable.startswith("silent_consistency cannot observe table (Embedding with sparse=True)")
         assert "\n" not in trainable
@@ -89,7 +89,7 @@ def both(directory: str, stage: int) -> list[Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.long
 def test_cleared_gradients_are_observed_as_what_they_are(stage: int, tmp_path: Path) -> None:
-    for result in run_distributed(both, 2, (str(tmp_path), stage), timeout=300):
+    for result in run_on_kept_ranks(both, 2, (str(tmp_path), stage), timeout=300):
         for what, (plain, observed) in zip(whats(stage), result, strict=True):
             assert plain == observed, what
     for what in whats(stage):
@@ -121,7 +121,7 @@ def complex_parameters(directory: str) -> str:
 
 
 def test_complex_parameters_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    said = run_distributed(complex_parameters, 2, (str(tmp_path),), timeout=60)
+    said = run_on_kept_ranks(complex_parameters, 2, (str(tmp_path),), timeout=60)
     assert said == 2 * [
         "silent_consistency cannot observe phase, whose numbers are complex (complex64); keep it as "
         'torch.view_as_real, freeze it, or set "silent_consistency": {"enabled": false}'
@@ -153,7 +153,7 @@ def reduced_by_hand(directory: str) -> list[dict[str, Any]]:
 
 def test_what_was_not_read_before_the_script_reduced_it_is_not_zero(tmp_path: Path) -> None:
     """Once a parameter was said to have a gradient of exactly zero on one rank, as its share of the aggregate is."""
-    events = run_distributed(reduced_by_hand, 2, (str(tmp_path),))[0]
+    events = run_on_kept_ranks(reduced_by_hand, 2, (str(tmp_path),))[0]
     assert [event for event in events if event["severity"] != "info" or event["kind"] == "zero-gradient"] == []
 
 
@@ -182,5 +182,5 @@ def each_rows_gradients(directory: str) -> tuple[int, list[str]]:
 
 
 def test_forwards_inside_a_transform_are_the_scripts_own(tmp_path: Path) -> None:
-    samples, kinds = run_distributed(each_rows_gradients, 2, (str(tmp_path),))[0]
+    samples, kinds = run_on_kept_ranks(each_rows_gradients, 2, (str(tmp_path),))[0]
     assert (samples, [kind for kind in kinds if kind != "same-draws"]) == (40, [])

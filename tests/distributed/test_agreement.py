@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -17,7 +18,7 @@ from ds_silent.distributed.agreement import Statement, Verdict, agree
 from ds_silent.observing import start as observing_start
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from ds_silent.text import TORCH
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.training import Case, Probe, engine_of, one_step
 
 REFUSED = (ds_silent.ConfigError, ds_silent.SinkError)
@@ -62,7 +63,7 @@ def blocks(directory: str) -> list[tuple[str | None, bool | None]]:
 
 
 def test_blocks_that_differ_end_all_ranks_with_the_same_sentence(tmp_path: Path) -> None:
-    ranks = run_distributed(blocks, 3, (str(tmp_path),), timeout=120)
+    ranks = run_on_kept_ranks(blocks, 3, (str(tmp_path),), timeout=120)
     for (_, sentence), results in zip(DIFFERENT, zip(*ranks, strict=True), strict=True):
         (said, *others), tells = zip(*results, strict=True)
         assert said is not None
@@ -85,7 +86,7 @@ def stages_of_one_rank(directory: str) -> list[str | None]:
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
-    first, second = run_distributed(stages_of_one_rank, 2, (str(tmp_path),), timeout=60)
+    first, second = run_on_kept_ranks(stages_of_one_rank, 2, (str(tmp_path),), timeout=60)
     assert first == second
     for said in first:
         assert "rank 1: silent_consistency.respond.on_replica_drift" in said
@@ -103,7 +104,7 @@ def output_dirs(directory: str) -> Any:
 
 
 def test_only_the_writing_rank_s_output_dir_counts(tmp_path: Path) -> None:
-    run_distributed(output_dirs, 2, (str(tmp_path),))
+    run_on_kept_ranks(output_dirs, 2, (str(tmp_path),))
     assert os.listdir(tmp_path) == ["rank-0"]
     assert [record["step"] for record in read_metrics(tmp_path / "rank-0" / "metrics.jsonl")] == [1]
     assert not list(read_events(tmp_path / "rank-0" / "events.jsonl"))
@@ -121,7 +122,7 @@ def writers_own(directory: str) -> list[Any]:
 
 
 def test_what_only_the_writing_rank_looks_at_is_no_disagreement(tmp_path: Path) -> None:
-    first, second = run_distributed(writers_own, 2, (str(tmp_path),), timeout=60)
+    first, second = run_on_kept_ranks(writers_own, 2, (str(tmp_path),), timeout=60)
     (places, tells), (alerts, _), (both, _) = first
     assert places.startswith(f'silent_consistency.places "{tmp_path}/none.json" cannot be read (No such file')
     assert alerts.startswith(
@@ -133,13 +134,12 @@ def test_what_only_the_writing_rank_looks_at_is_no_disagreement(tmp_path: Path) 
 
 
 def versions(directory: str) -> str | None:
-    if dist.get_rank() == 2:
-        observing_start.VERSION = "9.9"
-    return refused(Case().config(Path(directory), enabled=True))[0]
+    with patch.object(observing_start, "VERSION", "9.9" if dist.get_rank() == 2 else observing_start.VERSION):
+        return refused(Case().config(Path(directory), enabled=True))[0]
 
 
 def test_another_version_on_one_rank_is_told(tmp_path: Path) -> None:
-    for said in run_distributed(versions, 3, (str(tmp_path),), timeout=60):
+    for said in run_on_kept_ranks(versions, 3, (str(tmp_path),), timeout=60):
         assert said is not None
         assert '"9.9" on rank 2' in said
 
@@ -159,7 +159,7 @@ def other_parameters(directory: str) -> None:
 
 def test_parameters_that_only_some_ranks_train_are_named(tmp_path: Path) -> None:
     """There were two hashes."""
-    run_distributed(other_parameters, 2, (str(tmp_path),), timeout=60)
+    run_on_kept_ranks(other_parameters, 2, (str(tmp_path),), timeout=60)
     [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] == "observer-off"]
     assert event["message"].startswith(
         "Nothing is observed, because the ranks would not send the same: parameter layers.0.0.bias is "
@@ -189,7 +189,7 @@ def attach_on_some(directory: str, seconds: str) -> str | None:
 
 
 def test_attach_on_some_ranks_only_names_who_did_not_come(tmp_path: Path) -> None:
-    first, second, third = run_distributed(attach_on_some, 3, (str(tmp_path), "2"), timeout=60)
+    first, second, third = run_on_kept_ranks(attach_on_some, 3, (str(tmp_path), "2"), timeout=60)
     assert second is None
     assert first == third
     assert first is not None
@@ -210,7 +210,7 @@ def without_block_on_some(directory: str) -> list[Any]:
 
 
 def test_without_a_block_nobody_is_refused(tmp_path: Path) -> None:
-    assert run_distributed(without_block_on_some, 2, (str(tmp_path),), timeout=60) == [[None, False]] * 2
+    assert run_on_kept_ranks(without_block_on_some, 2, (str(tmp_path),), timeout=60) == [[None, False]] * 2
 
 
 # -- the protocol by itself ---------------------------------------------------------------------------
@@ -274,4 +274,4 @@ def alone() -> Any:
 
 
 def test_a_single_rank_needs_nobody() -> None:
-    assert run_distributed(alone, 1) == [Verdict("no", refused=True)]
+    assert run_on_kept_ranks(alone, 1) == [Verdict("no", refused=True)]

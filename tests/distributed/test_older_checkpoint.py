@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.training import LENGTH, ROWS, VOCABULARY, Case, Probe, build, one_step
 
 WIDTH, STEPS = 8, 4
@@ -85,7 +85,7 @@ def _resumes(directory: str) -> list[dict[str, Any]]:
 
 
 def test_it_is_an_error_that_names_the_rank_and_observation_goes_on(tmp_path: Path) -> None:
-    results = run_distributed(_resumes, 3, (str(tmp_path),), timeout=300)
+    results = run_on_kept_ranks(_resumes, 3, (str(tmp_path),), timeout=300)
     first = 2 * STEPS + 1
     for number, (older, every, status) in enumerate(((True, 1, None), (True, 2, None), (True, 1, 3), (False, 1, None))):
         assert [result[number]["status"] for result in results] == [status] * 3
@@ -131,7 +131,7 @@ def _both_attached_later(directory: str) -> list[dict[str, Any]]:
 
 
 def test_an_engine_that_is_elsewhere_when_the_observer_comes(tmp_path: Path) -> None:
-    older, healthy = run_distributed(_both_attached_later, 3, (str(tmp_path),), timeout=300)[0]
+    older, healthy = run_on_kept_ranks(_both_attached_later, 3, (str(tmp_path),), timeout=300)[0]
     found = [event for event in older["events"] if event["severity"] != "info"]
     assert [(e["kind"], e["ranks"], e["step"]) for e in found] == [("initial-weights-mismatch", [1], 21)], older
     assert older["steps"] == healthy["steps"] == [21, 24, 27]
@@ -156,7 +156,7 @@ def resumed(directory: str) -> None:
 
 
 def test_a_checksum_of_other_weights_is_told_and_one_of_an_older_version_is_left(tmp_path: Path) -> None:
-    run_distributed(resumed, 2, (str(tmp_path),))
+    run_on_kept_ranks(resumed, 2, (str(tmp_path),))
     for name, expected in (("other", ["initial-weights-mismatch"]), ("same", []), ("old", [])):
         events = [e for e in read_events(tmp_path / name / "events.jsonl") if e["severity"] != "info"]
         assert [e["kind"] for e in events] == expected, name

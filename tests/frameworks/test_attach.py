@@ -18,7 +18,7 @@ from ds_silent.frameworks.fsdp2 import attach_fsdp2
 from ds_silent.observing.observer import IdleObserver, Observer
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.interpreter import interpreter
 
 
@@ -96,7 +96,7 @@ def refused(directory: str) -> list[str]:
 
 
 def test_what_cannot_be_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
-    first, second = run_distributed(refused, 2, (str(tmp_path),))
+    first, second = run_on_kept_ranks(refused, 2, (str(tmp_path),))
     assert first == second
     expected = [
         "needs the torch optimizer that steps this DistributedDataParallel model, got NoneType",
@@ -131,7 +131,7 @@ def closes(directory: str) -> tuple[list[str], bool]:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    for said, clean in run_distributed(closes, 2, (str(tmp_path),)):
+    for said, clean in run_on_kept_ranks(closes, 2, (str(tmp_path),)):
         assert said == ["the script's own"]
         assert clean
 
@@ -165,7 +165,7 @@ def compiled(directory: str) -> list[list[tuple[float, float]]]:
 
 def test_what_torch_compile_returns_is_observed_as_its_module(tmp_path: Path) -> None:
     """Traced, a hook became a part of the compiled module: its own numbers were constants, and it broke at step 5."""
-    plain, behind, before = run_distributed(compiled, 2, (str(tmp_path),))[0]
+    plain, behind, before = run_on_kept_ranks(compiled, 2, (str(tmp_path),))[0]
     assert len(plain) == 12
     assert behind == plain
     assert before == plain

@@ -27,7 +27,7 @@ from ds_silent.frameworks.torch_common import masters_of
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, FSDP2Case, build, build_fsdp2
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 
 STEPS = 6
 Hook = Callable[[Any, Any], Any]
@@ -178,7 +178,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     """What rank 0 has written, by the fault's name."""
     directory = tmp_path_factory.mktemp("faulty")
     cases = {name: (str(directory / name), fault) for name, fault in FAULTS.items()}
-    return dict(run_distributed(each, 4, (train, cases), timeout=280)[0])
+    return dict(run_on_kept_ranks(each, 4, (train, cases), timeout=280)[0])
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -315,7 +315,7 @@ def train_each_plainly(directory: str) -> dict[str, dict[str, Any]]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0 has written, by the name in the table."""
     directory = str(tmp_path_factory.mktemp("plain"))
-    return dict(run_distributed(train_each_plainly, 2, (directory,), timeout=280)[0])
+    return dict(run_on_kept_ranks(train_each_plainly, 2, (directory,), timeout=280)[0])
 
 
 def test_a_lossy_hook_is_not_checked_and_not_called_wrong(plain: dict[str, dict[str, Any]]) -> None:
@@ -412,7 +412,7 @@ def once_unlike(directory: str, what: str) -> tuple[list[dict[str, Any]], str, i
 
 def test_what_can_part_the_replicas_has_them_compared_at_the_next_step(tmp_path: Path) -> None:
     cases = {what: (str(tmp_path / what), what) for what in ("no step", "another gradient", "learning rate", "")}
-    *faults, healthy = run_distributed(each, 3, (once_unlike, cases))[0].values()
+    *faults, healthy = run_on_kept_ranks(each, 3, (once_unlike, cases))[0].values()
     for events, sentence, _ in faults:
         [drift] = [event for event in events if event["kind"] == "replica-drift"]
         assert drift["step"] <= AT + 2, drift
@@ -496,7 +496,7 @@ UNTRAINED: dict[str, tuple[tuple[Any, ...], list[str]]] = {
 
 def test_a_rank_that_does_not_train_a_parameter_is_named_with_it(tmp_path: Path) -> None:
     cases = {name: (str(tmp_path / name), *case) for name, (case, _) in UNTRAINED.items()}
-    told, _ = run_distributed(each, 2, (train_untrained, cases))
+    told, _ = run_on_kept_ranks(each, 2, (train_untrained, cases))
     for name, (_, begins) in UNTRAINED.items():
         assert len(told[name]) == len(begins), (name, told[name])
         assert all(map(str.startswith, told[name], begins)), (name, told[name])

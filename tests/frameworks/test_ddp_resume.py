@@ -12,7 +12,7 @@ import ds_silent
 from benchmarks.probe import LENGTH, ROWS, VOCABULARY
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.ddp_training import DDPCase, build
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 
 def steps_of(directory: str, count: int, state: dict[str, Any] | None = None, first: int = 0) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def interrupted(directory: str) -> list[dict[str, Any]]:
 
 
 def test_records_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    records = run_distributed(interrupted, 2, (str(tmp_path),))[0]
+    records = run_on_kept_ranks(interrupted, 2, (str(tmp_path),))[0]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7]
     assert [record["samples"] for record in records] == [2 * ROWS * step for step in range(1, 8)]
 
@@ -49,12 +49,12 @@ def records_of(directory: str, state: dict[str, Any]) -> tuple[list[dict[str, An
 
 
 def test_rows_of_all_ranks_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    of_two = run_distributed(steps_of, 2, (str(tmp_path), 4))[0]
-    (records, of_three), *_ = run_distributed(records_of, 3, (str(tmp_path), of_two))
+    of_two = run_on_kept_ranks(steps_of, 2, (str(tmp_path), 4))[0]
+    (records, of_three), *_ = run_on_kept_ranks(records_of, 3, (str(tmp_path), of_two))
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7]
     expected = [2 * ROWS * step for step in range(1, 5)] + [2 * ROWS * 4 + 3 * ROWS * step for step in range(1, 4)]
     assert [record["samples"] for record in records] == expected
-    [(back, _), *_] = run_distributed(records_of, 2, (str(tmp_path / "back"), {"counted": of_three}))
+    [(back, _), *_] = run_on_kept_ranks(records_of, 2, (str(tmp_path / "back"), {"counted": of_three}))
     assert [record["samples"] for record in back] == [expected[-1] + 2 * ROWS * step for step in range(1, 4)]
 
 
@@ -77,7 +77,7 @@ def uneven(directory: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_join_ends_the_observation_and_not_the_training(tmp_path: Path) -> None:
-    (first, events), (second, _) = run_distributed(uneven, 2, (str(tmp_path),))
+    (first, events), (second, _) = run_on_kept_ranks(uneven, 2, (str(tmp_path),))
     assert (first, second) == (4, 7)
     [event] = [event for event in events if event["kind"] == "observer-off"]
     assert "join()" in event["message"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_silent
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 
 class Attention(nn.Module):
@@ -203,7 +203,7 @@ def sharded() -> dict[str, Any]:
 
 
 def test_shards_of_fsdp2_have_the_fingerprint_of_the_whole() -> None:
-    for rank in run_distributed(sharded, world_size=2):
+    for rank in run_on_kept_ranks(sharded, world_size=2):
         plain = rank.pop("plain")
         assert plain.differs(rank.pop("changed")) == ["blocks.0.v_proj.weight"]
         assert {name: plain.differs(one) for name, one in rank.items()} == {"ddp": [], "rows": [], "columns": []}
@@ -225,7 +225,7 @@ def observed(directory: str) -> list[int | None]:
 
 
 def test_the_step_is_the_observers_on_every_rank(tmp_path: Path) -> None:
-    assert run_distributed(observed, 2, (str(tmp_path),)) == [[None, 1, 2, 3]] * 2
+    assert run_on_kept_ranks(observed, 2, (str(tmp_path),)) == [[None, 1, 2, 3]] * 2
 
 
 def partitioned() -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def partitioned() -> tuple[Any, ...]:
 
 
 def test_partitions_of_zero_3_have_the_fingerprint_of_the_whole() -> None:
-    for before, after, still_partitioned in run_distributed(partitioned, world_size=2):
+    for before, after, still_partitioned in run_on_kept_ranks(partitioned, world_size=2):
         assert before[0] == before[1]
         assert before[0].step == 0
         assert set(before[0].differs(after[0])) == {

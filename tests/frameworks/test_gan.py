@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.drill.training import hash_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 UPDATES, ROWS = 6, 4
 ORDERS = {  # the discriminator's backwards per step
@@ -110,7 +110,7 @@ def train_once(order: str, folder: Path | None) -> Any:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(train, 2, (str(tmp_path_factory.mktemp("gan")),))
+    return run_on_kept_ranks(train, 2, (str(tmp_path_factory.mktemp("gan")),))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -182,7 +182,7 @@ def engines(directory: str) -> Any:
 
 
 def test_what_a_generators_engine_leaves_in_the_discriminators_is_cleared_and_is_no_gradient(tmp_path: Path) -> None:
-    ranks = run_distributed(engines, 2, (str(tmp_path),))
+    ranks = run_on_kept_ranks(engines, 2, (str(tmp_path),))
     for how in CLEARS:
         assert all(rank[how][0][0] == rank[how][1][0] for rank in ranks)
         norms, written = ranks[0][how][1][1:]

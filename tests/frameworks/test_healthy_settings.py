@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.frameworks.test_oracle import chunks
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.healthy import (
     AUTOCAST,
     SETTINGS,
@@ -81,14 +81,14 @@ def check_records(setting: Setting, trace: Trace, ranks: int) -> None:
 @pytest.mark.timeout(600)
 def test_what_is_healthy_is_not_told(tmp_path: Path) -> None:
     quick = tuple(setting for setting in SETTINGS if setting.quick)
-    check(quick, run_distributed(run, RANKS, (quick, str(tmp_path)), timeout=550))
+    check(quick, run_on_kept_ranks(run, RANKS, (quick, str(tmp_path)), timeout=550))
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("settings", chunks(SETTINGS, 12), ids=lambda settings: settings[0].name)
 def test_every_healthy_setting(settings: tuple[Setting, ...], tmp_path: Path) -> None:
-    check(settings, run_distributed(run, 2, (settings, str(tmp_path)), timeout=1100))
+    check(settings, run_on_kept_ranks(run, 2, (settings, str(tmp_path)), timeout=1100))
 
 
 # -- and what is not healthy, under the same settings ------------------------------------------------------------------
@@ -148,7 +148,7 @@ def run_wrong(directory: str, numbers: tuple[int, ...]) -> list[Trace]:
 def wrongs(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
     """What rank 0 wrote."""
     arguments = str(tmp_path_factory.mktemp("wrong")), tuple(range(len(WRONG)))
-    return list(run_distributed(run_wrong, RANKS, arguments, timeout=280)[0])
+    return list(run_on_kept_ranks(run_wrong, RANKS, arguments, timeout=280)[0])
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=lambda number: WRONG[number].setting.name)
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_told_with_its_factor(number: int, wrongs: list[Trace])
 
 def test_micro_batches_that_enter_a_sum_are_told_apart(tmp_path: Path) -> None:
     number = next(n for n, wrong in enumerate(WRONG) if wrong.setting.name == "sum-micro-batch")
-    [trace] = run_distributed(run_wrong, RANKS, (str(tmp_path), (number,)))[0]
+    [trace] = run_on_kept_ranks(run_wrong, RANKS, (str(tmp_path), (number,)))[0]
     told = [event for event in trace.events if "Of the 2 micro-batches" in event["message"]]
     assert [event["ranks"] for event in told] == [[2]]
     assert "number 1 of rank 2 did not enter." in told[0]["message"]
@@ -209,7 +209,7 @@ def run_others(directory: str) -> dict[str, Trace]:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Trace]]:
-    return run_distributed(run_others, RANKS, (str(tmp_path_factory.mktemp("others")),), timeout=280)
+    return run_on_kept_ranks(run_others, RANKS, (str(tmp_path_factory.mktemp("others")),), timeout=280)
 
 
 def errors(trace: Trace) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def errors(trace: Trace) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["sum", "sum-1"])
 @pytest.mark.long
 def test_a_sum_that_arrived_wrong_is_repeated(name: str, tmp_path: Path) -> None:
-    ranks = run_distributed(run_guarded, RANKS, (str(tmp_path), (name,)))
+    ranks = run_on_kept_ranks(run_guarded, RANKS, (str(tmp_path), (name,)))
     for traces in ranks:
         assert traces[name].state == traces[f"{name}-guarded"].state == traces[f"{name}-hit"].state
     assert errors(ranks[0][f"{name}-guarded"]) == []

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 
 STEPS = 8
 
@@ -46,7 +46,7 @@ CASES = (("ddp", 2, False), ("ddp", 2, True), ("ddp", 3, False), ("fsdp2", 2, Tr
 
 
 def test_nothing_is_told_while_the_number_is_learned(tmp_path: Path) -> None:
-    run_distributed(each, 2, (train, {case: (*case, tmp_path / str(case)) for case in CASES}))
+    run_on_kept_ranks(each, 2, (train, {case: (*case, tmp_path / str(case)) for case in CASES}))
     for framework, accumulation, clips in CASES:
         case = str((framework, accumulation, clips))
         assert list(read_events(tmp_path / case / "events.jsonl")) == [], case
@@ -73,7 +73,7 @@ def over_rows(directory: Path) -> None:
 
 
 def test_rows_of_the_step_without_a_record_are_seen(tmp_path: Path) -> None:
-    run_distributed(over_rows, 2, (tmp_path,))
+    run_on_kept_ranks(over_rows, 2, (tmp_path,))
     assert list(read_events(tmp_path / "events.jsonl")) == []
     records = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [record["step"] for record in records] == [1, *range(3, 11)]

@@ -17,7 +17,7 @@ import ds_silent
 from ds_silent.capture.local_gradient import LocalGradient
 from ds_silent.config import DirectionConfig
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 
 WIDTH, STEPS = 6, 4
 
@@ -72,7 +72,7 @@ def _plain(model: Model, rows: Tensor) -> Tensor:
 def test_the_local_gradient_is_read_before_the_reduction_writes_to_it(tmp_path: Path) -> None:
     """The last bucket is complete inside a checkpoint's own backward, which ends before the training's does."""
     cases = {case: (tmp_path / case, case) for case in ("reentrant", "zeros", "never cleared", "fsdp2")}
-    ranks = run_distributed(each, 2, (train, cases))
+    ranks = run_on_kept_ranks(each, 2, (train, cases))
     for case in cases:
         records = list(read_metrics(tmp_path / case / "metrics.jsonl"))
         assert [record["grad_norm"]["per_rank"] for record in records] == [
@@ -140,7 +140,7 @@ def changed(directory: Path, case: str) -> None:
 
 def test_what_changes_behind_the_observers_hook_is_a_fact_still(tmp_path: Path) -> None:
     cases = {case: (tmp_path / case, case) for case in ("tensor", "accumulated", "fsdp2")}
-    run_distributed(each, 2, (changed, cases))
+    run_on_kept_ranks(each, 2, (changed, cases))
     for case in cases:
         events = [event for event in read_events(tmp_path / case / "events.jsonl") if event["severity"] == "error"]
         assert {event["kind"] for event in events} == {"aggregation-error"}, case

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 STEPS = 12
 
@@ -41,13 +41,13 @@ def train(directory: Path, rows: tuple[int, int], cached: int | None) -> None:
 
 
 def test_a_rank_without_a_loader_is_observed(tmp_path: Path) -> None:
-    run_distributed(train, 2, (tmp_path, (4, 4), 1))
+    run_on_kept_ranks(train, 2, (tmp_path, (4, 4), 1))
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
 
 
 def test_batches_of_unlike_sizes_are_told_as_such(tmp_path: Path) -> None:
-    run_distributed(train, 2, (tmp_path, (4, 96), None))
+    run_on_kept_ranks(train, 2, (tmp_path, (4, 96), None))
     events = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     assert [event["kind"] for event in events] == ["batch-size-mismatch"]
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == STEPS

@@ -20,7 +20,7 @@ from ds_silent.practice.ranks import RankBroke
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.frameworks.test_ways_in import free_port, run
 from tests.integrations.hf_training import HFCase, HFTrace, Rows, as_launched, model_of, train, trainer_of
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.interpreter import interpreter
 
 DISPATCHED = {"use_configured_state": True, "dispatch_batches": True, "split_batches": False}
@@ -40,12 +40,12 @@ CASES = {
 def ran(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """On 2 ranks, observed. What a release before transformers 5 breaks without ds_silent too is skipped."""
     try:
-        return run_distributed(function, 2, (*arguments, True), timeout=280)
+        return run_on_kept_ranks(function, 2, (*arguments, True), timeout=280)
     except RankBroke:
         if int(version("transformers").split(".")[0]) >= 5:
             raise
         try:
-            run_distributed(function, 2, (*arguments, False), timeout=280)
+            run_on_kept_ranks(function, 2, (*arguments, False), timeout=280)
         except RankBroke as error:
             pytest.skip(f"breaks without ds_silent too: {str(error).strip().splitlines()[-1]}")
         raise
@@ -163,7 +163,7 @@ def ds_config_goes_first(directory: str) -> tuple[bool, bool]:
 
 
 def test_the_block_of_the_ds_config_goes_first(tmp_path: Path) -> None:
-    assert run_distributed(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
+    assert run_on_kept_ranks(ds_config_goes_first, 2, (str(tmp_path),), timeout=280)[0] == (True, False)
 
 
 def auto_and_the_log(directory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
@@ -194,7 +194,7 @@ def auto_and_the_log(directory: str) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def test_auto_is_the_default_and_the_log_has_the_numbers(tmp_path: Path) -> None:
-    found = run_distributed(auto_and_the_log, 2, (str(tmp_path),), timeout=280)
+    found = run_on_kept_ranks(auto_and_the_log, 2, (str(tmp_path),), timeout=280)
     history, given, written = found[0]
     assert written == [str(tmp_path / "own" / "metrics.jsonl")]
     records = list(read_metrics(tmp_path / "own" / "metrics.jsonl"))
@@ -212,7 +212,7 @@ def alone(directory: str) -> list[HFTrace]:
 
 
 def test_one_process_is_told_and_trains_on(tmp_path: Path) -> None:
-    observed, plain = run_distributed(alone, 1, (str(tmp_path),), timeout=120)[0]
+    observed, plain = run_on_kept_ranks(alone, 1, (str(tmp_path),), timeout=120)[0]
     assert observed.weights == plain.weights
     assert not (tmp_path / "on" / "silent").exists()
 
@@ -286,7 +286,7 @@ def by_hand(directory: str) -> dict[str, Any]:
 
 
 def test_a_loop_of_accelerates_own(tmp_path: Path) -> None:
-    found = run_distributed(by_hand, 2, (str(tmp_path),), timeout=200)
+    found = run_on_kept_ranks(by_hand, 2, (str(tmp_path),), timeout=200)
     assert [record["step"] for record in found[0]["records"]] == list(range(1, 7))
     for place, record in enumerate(found[0]["records"]):
         assert record["loss"]["per_rank"] == pytest.approx([rank["losses"][place] for rank in found], rel=1e-6)

@@ -29,7 +29,7 @@ from ds_silent.sinks.run_directory import process_of
 from tests.support.collectives import Call, check_collectives, record_collectives
 from tests.support.ddp_training import DDPCase
 from tests.support.ddp_training import build as build_ddp
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_distributed, run_on_kept_ranks
 from tests.support.interpreter import interpreter
 from tests.support.made_records import Run
 from tests.support.traced_training import Cell
@@ -72,7 +72,7 @@ def break_one_rank(directory: str, where: str) -> dict[str, Any]:
 
 def test_an_internal_error_ends_observation_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     cases = {where: (str(tmp_path / where), where) for where in ("hook", "boundary")}
-    ranks = run_distributed(each, 2, (break_one_rank, cases))
+    ranks = run_on_kept_ranks(each, 2, (break_one_rank, cases))
     for where in cases:
         for result in (of_rank[where] for of_rank in ranks):
             assert result["measuring"] == [True] * 3 + [False] * 5, where  # step 4 reads what step 3 sent
@@ -206,7 +206,7 @@ def constant_size(directory: str) -> Trace:
 
 
 def test_constant_size_exchange_matches_the_oracle(tmp_path: Path) -> None:
-    trace = run_distributed(constant_size, 4, (str(tmp_path),))[0]
+    trace = run_on_kept_ranks(constant_size, 4, (str(tmp_path),))[0]
     assert [record["step"] for record in trace.records] == [1, 2, 3, 4, 5, 6]
     for record, truth in zip(trace.records, trace.oracle, strict=True):
         direction = record["direction"]
@@ -253,7 +253,7 @@ def observe_everything(directory: str) -> list[Call]:
 
 
 def test_collectives_are_those_that_every_backend_has(tmp_path: Path) -> None:
-    ranks = run_distributed(observe_everything, 2, (str(tmp_path),))
+    ranks = run_on_kept_ranks(observe_everything, 2, (str(tmp_path),))
     # all_gather is the preflight's, collective, and of what differs between replicas
     check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "all_to_all_single", "all_gather"})
 
@@ -265,7 +265,7 @@ def observe_in_blocks(directory: str) -> list[Call]:
 
 
 def test_in_blocks_only_the_first_ranks_of_blocks_pass_something_on(tmp_path: Path) -> None:
-    ranks = run_distributed(observe_in_blocks, 3, (str(tmp_path),))  # blocks (0, 1) and (2)
+    ranks = run_on_kept_ranks(observe_in_blocks, 3, (str(tmp_path),))  # blocks (0, 1) and (2)
     passed = [sum(name == "all_to_all_single" for name, _, _ in seen) for seen in ranks]
     assert passed[0] == passed[2] > 0
     assert passed[1] == 0
@@ -309,7 +309,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[A
     """Rank 0's events and the directory, by interval."""
     directory = tmp_path_factory.mktemp("rows")
     cases = {interval: (str(directory / str(interval)), interval) for interval in (1, 2)}
-    events = run_distributed(each, 2, (follow_rows, cases))[0]
+    events = run_on_kept_ranks(each, 2, (follow_rows, cases))[0]
     return {interval: (events[interval], directory / str(interval) / "on") for interval in cases}
 
 
@@ -353,7 +353,7 @@ def go_on_after_four_ranks(directory: str) -> list[tuple[int, str, str]]:
 
 
 def test_a_resume_with_another_number_of_ranks_judges_anew_and_says_so(tmp_path: Path) -> None:
-    events = run_distributed(go_on_after_four_ranks, 2, (str(tmp_path),))
+    events = run_on_kept_ranks(go_on_after_four_ranks, 2, (str(tmp_path),))
     assert [(step, kind) for step, kind, _ in events[0]] == [(1, "ranks-changed")]
     assert "goes on with 2 ranks, its checkpoint is from 4" in events[0][0][2]
     assert events[1] == []
@@ -391,7 +391,7 @@ def attach_and_close(directory: str) -> dict[str, Any]:
 
 
 def test_close_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    for result in run_distributed(attach_and_close, 2, (str(tmp_path),)):
+    for result in run_on_kept_ranks(attach_and_close, 2, (str(tmp_path),)):
         assert result == {"left": [], "hooks": True, "observer": None, "steps": [1]}
 
 
@@ -412,7 +412,7 @@ def without_block(directory: str) -> list[Any]:
 
 
 def test_without_the_block_nothing_is_there(tmp_path: Path) -> None:
-    kinds, files = run_distributed(without_block, 1, (str(tmp_path),))[0]
+    kinds, files = run_on_kept_ranks(without_block, 1, (str(tmp_path),))[0]
     assert kinds == [(True, None, False)] * 2
     assert files == []
 
@@ -427,7 +427,7 @@ def overflow(directory: str) -> tuple[Trace, Trace]:
 
 
 def test_overflow_steps_are_recorded_as_what_they_are(tmp_path: Path) -> None:
-    observed, plain = run_distributed(overflow, 2, (str(tmp_path),))[0]
+    observed, plain = run_on_kept_ranks(overflow, 2, (str(tmp_path),))[0]
     assert observed.weights == plain.weights
     assert [record["step"] for record in observed.records] == [1, 2, 3, 4, 5, 6]
     assert observed.records[0]["grad_norm"]["mean"] in ("inf", "nan")  # the scale is 2^30: every gradient overflows
@@ -466,7 +466,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # the sentence, and the change of the ds
 
 def test_what_cannot_be_observed_is_refused_on_every_rank(tmp_path: Path) -> None:
     cases = {sentence: (changes, str(tmp_path)) for sentence, changes in REFUSED.items()}
-    for messages in run_distributed(each, 2, (refuse, cases)):
+    for messages in run_on_kept_ranks(each, 2, (refuse, cases)):
         for sentence, message in messages.items():
             assert sentence in message
             assert "\n" not in message
@@ -475,7 +475,7 @@ def test_what_cannot_be_observed_is_refused_on_every_rank(tmp_path: Path) -> Non
 def test_an_output_dir_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     changes = {"silent_consistency": {"output_dir": str(tmp_path / "file" / "below"), "tensorboard": False}}
-    for message, gloo_ends_first in run_distributed(refuse_and_end, 2, (changes, str(tmp_path))):
+    for message, gloo_ends_first in run_on_kept_ranks(refuse_and_end, 2, (changes, str(tmp_path))):
         assert str(tmp_path / "file" / "below") in message
         assert gloo_ends_first
 
@@ -528,6 +528,6 @@ def close_in_callback(directory: str) -> list[Any]:
 
 
 def test_a_callback_may_close_the_observer(tmp_path: Path) -> None:
-    assert run_distributed(close_in_callback, 2, (str(tmp_path),), timeout=60) == [[8, None]] * 2
+    assert run_on_kept_ranks(close_in_callback, 2, (str(tmp_path),), timeout=60) == [[8, None]] * 2
     kinds = [event["kind"] for event in read_events(tmp_path / "on" / "events.jsonl")]
     assert kinds[0] == "replica-drift"

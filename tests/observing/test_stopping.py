@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 from tests.support.training import Case, build, engine_of, one_step
 
 
@@ -36,7 +36,7 @@ def test_an_event_ends_the_training_on_all_ranks_at_once(tmp_path: Path) -> None
     ended = {"steps": 5, "status": 3}
     ends = {"never": {"steps": 8, "status": None}, "error": ended, "warning": ended}
     cases = {stop_on: (str(tmp_path / stop_on), stop_on) for stop_on in ends}
-    assert run_distributed(each, 2, (ended_by_an_event, cases)) == [ends] * 2
+    assert run_on_kept_ranks(each, 2, (ended_by_an_event, cases)) == [ends] * 2
     for stop_on in ends:
         directory = tmp_path / stop_on / "on"
         [event] = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "replica-drift"]
@@ -66,7 +66,7 @@ def resumed_with_other_weights(directory: str, changed: bool) -> None:
 
 def test_a_resume_verifies_the_weights(tmp_path: Path) -> None:
     cases = {changed: (str(tmp_path / str(changed)), changed) for changed in (True, False)}
-    run_distributed(each, 2, (resumed_with_other_weights, cases))
+    run_on_kept_ranks(each, 2, (resumed_with_other_weights, cases))
     for changed in cases:
         directory = tmp_path / str(changed) / "on"
         found = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "initial-weights-mismatch"]
@@ -95,7 +95,7 @@ def flushed_on_one_rank(directory: str, limit: int) -> list[int]:
 
 def test_a_rank_that_publishes_early_leaves_no_other_waiting(tmp_path: Path) -> None:
     cases = {limit: (str(tmp_path / str(limit)), limit) for limit in (64, 1, 0)}  # gathered, constant size, in blocks
-    assert run_distributed(each, 3, (flushed_on_one_rank, cases)) == [{64: [7], 1: [7], 0: [7]}] * 3
+    assert run_on_kept_ranks(each, 3, (flushed_on_one_rank, cases)) == [{64: [7], 1: [7], 0: [7]}] * 3
     for limit in cases:
         directory = tmp_path / str(limit) / "on"
         [event] = [e for e in read_events(directory / "events.jsonl") if e["kind"] == "replica-drift"]

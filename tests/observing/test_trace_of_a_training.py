@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from ds_silent.trace import Step, read_trace
 from tests.frameworks.test_ddp_faults import signs
 from tests.observing.test_traced_trainings import hash64
 from tests.support.ddp_training import DDPCase, build
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_distributed, run_on_kept_ranks
 from tests.support.traced_training import MICRO, STEPS, Cell, rows_of_step, train
 
 # -- the training ------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def with_and_without(directory: str) -> list[tuple[str, str]]:
 
 @pytest.mark.long
 def test_weights_have_the_same_bits_with_and_without_a_trace(tmp_path: Path) -> None:
-    ranks = run_distributed(with_and_without, 2, (str(tmp_path),), timeout=280)
+    ranks = run_on_kept_ranks(with_and_without, 2, (str(tmp_path),), timeout=280)
     for place, outcomes in enumerate(zip(*ranks, strict=True)):
         assert len({one for outcome in outcomes for one in outcome}) == 1, place
         assert read_trace(tmp_path / str(place)).steps == tuple(range(1, STEPS + 1))
@@ -54,7 +55,7 @@ def bf16_weights(directory: str) -> list[list[np.ndarray]]:
 
 
 def test_weights_in_use_are_those_in_low_precision_and_not_their_masters(tmp_path: Path) -> None:
-    run_distributed(bf16_weights, 2, (str(tmp_path),), timeout=100)
+    run_on_kept_ranks(bf16_weights, 2, (str(tmp_path),), timeout=100)
     for kind in ("zero1", "zero3"):
         for step in read_trace(tmp_path / kind):
             assert step.weights is not None
@@ -103,7 +104,7 @@ def resumed(directory: str) -> None:
 
 
 def test_a_resume_writes_a_new_head_and_its_steps_retire_those_of_before(tmp_path: Path) -> None:
-    run_distributed(resumed, 2, (str(tmp_path),))
+    run_on_kept_ranks(resumed, 2, (str(tmp_path),))
     trace = read_trace(tmp_path)
     assert trace.steps == (1, 2, 3, 4, 5, 6)
     assert len(trace.heads) == 2
@@ -116,7 +117,7 @@ def test_a_resume_writes_a_new_head_and_its_steps_retire_those_of_before(tmp_pat
 
 def test_interval_of_measurements_and_of_lines(tmp_path: Path) -> None:
     block = {"interval": 2, "trace": {"interval": 3, "size": 64}}
-    run_distributed(spaced, 2, (str(tmp_path), block))
+    run_on_kept_ranks(spaced, 2, (str(tmp_path), block))
     trace = read_trace(tmp_path)
     assert trace.steps == (6, 12)
     assert (trace.head.interval, trace.head.size) == (6, 64)
@@ -138,7 +139,7 @@ def told(directory: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ids_that_the_script_tells_are_hashed_whoever_has_which(ranks: int, tmp_path: Path) -> None:
-    run_distributed(told, ranks, (str(tmp_path),))
+    run_on_kept_ranks(told, ranks, (str(tmp_path),))
     for step in read_trace(tmp_path):
         _, ids = rows_of_step(Cell("ddp"), step.step)
         assert step.rows is not None
@@ -146,10 +147,8 @@ def test_ids_that_the_script_tells_are_hashed_whoever_has_which(ranks: int, tmp_
         assert step.rows.hash == hash64(ids[::-1])
 
 
-def test_all_rows_are_hashed_where_only_a_sample_of_the_ids_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_distributed(sampled_rows, 2, (str(tmp_path),))
+def test_all_rows_are_hashed_where_only_a_sample_of_the_ids_travels(tmp_path: Path) -> None:
+    run_on_kept_ranks(sampled_rows, 2, (str(tmp_path),))
     for step in read_trace(tmp_path):
         assert step.rows is not None
         assert (step.rows.count, step.rows.hash) == (MICRO * ROWS, hash64(rows_of_step(Cell("ddp"), step.step)[1]))
@@ -158,8 +157,8 @@ def test_all_rows_are_hashed_where_only_a_sample_of_the_ids_travels(
 def sampled_rows(directory: str) -> None:
     from ds_silent.exchange import row_ids
 
-    row_ids.MAX_BYTES = 64
-    train(Cell("ddp", told=True), directory)
+    with patch.object(row_ids, "MAX_BYTES", 64):
+        train(Cell("ddp", told=True), directory)
     records = read_metrics(Path(directory, "metrics.jsonl")) if dist.get_rank() == 0 else []
     assert all(record["coverage"]["sampled"] < 1.0 for record in records)
 
@@ -182,7 +181,7 @@ def null(directory: str) -> None:
 
 
 def test_what_is_not_known_is_null(tmp_path: Path) -> None:
-    run_distributed(null, 2, (str(tmp_path),))
+    run_distributed(null, 2, (str(tmp_path),))  # where others trained before, torch does not compile a layer
 
     def steps(name: str) -> list[Step]:
         return list(read_trace(tmp_path / name))
@@ -244,7 +243,7 @@ def ordered(directory: str) -> list[int]:
 
 
 def test_the_order_is_that_of_the_first_forward_whose_hooks_are_gone_behind_it(tmp_path: Path) -> None:
-    hooks = run_distributed(ordered, 1, (str(tmp_path),))[0]
+    hooks = run_on_kept_ranks(ordered, 1, (str(tmp_path),))[0]
     head = read_trace(tmp_path).head
     orders = {tensor.name: tensor.order for tensor in head.tensors}
     assert orders == {
@@ -273,14 +272,14 @@ def unwritable(directory: str) -> tuple[int, str]:
 
 
 def test_a_trace_that_cannot_be_written_leaves_records_and_training_alone(tmp_path: Path) -> None:
-    [(steps, said)] = run_distributed(unwritable, 1, (str(tmp_path),))
+    [(steps, said)] = run_on_kept_ranks(unwritable, 1, (str(tmp_path),))
     assert steps == 3
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert "TraceSink stops writing for the rest of this run, the training goes on" in said
 
 
 def test_without_the_key_nothing_of_it_is_there(tmp_path: Path) -> None:
-    run_distributed(untraced, 1, (str(tmp_path),))
+    run_on_kept_ranks(untraced, 1, (str(tmp_path),))
     assert not (tmp_path / "trace.jsonl").exists()
 
 

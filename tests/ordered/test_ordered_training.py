@@ -16,7 +16,7 @@ import ds_silent
 from ds_silent.drill.training import hash_of
 from tests.frameworks.test_oracle import check_events, check_integrity, check_record
 from tests.ordered.test_ordered import PAIRINGS, by_recursion
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.training import Case, Trace, train
 
 # -- real trainings -------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def check_splits(
 ) -> None:
     hashes: list[set[str]] = [set() for _ in cells]
     for ranks in worlds:
-        results = run_distributed(train_cells, ranks, (cells, micro_batches, length, folder), timeout=1500)
+        results = run_on_kept_ranks(train_cells, ranks, (cells, micro_batches, length, folder), timeout=1500)
         for number, cell in enumerate(cells):
             assert len({of_rank[number][0] for of_rank in results}) == 1, cell  # the replicas agree
             found, kinds, worst = results[0][number]
@@ -213,7 +213,7 @@ def check_averaged(directory: str) -> None:
 
 
 def test_the_optimizer_gets_the_ordered_mean(tmp_path: Path) -> None:
-    run_distributed(check_averaged, 2, (str(tmp_path),))
+    run_on_kept_ranks(check_averaged, 2, (str(tmp_path),))
 
 
 ORACLE = (
@@ -230,7 +230,7 @@ def train_with_oracle(directory: str) -> list[Trace]:
 
 
 def test_records_match_the_oracle(tmp_path: Path) -> None:
-    results = run_distributed(train_with_oracle, 2, (str(tmp_path),), timeout=200)
+    results = run_on_kept_ranks(train_with_oracle, 2, (str(tmp_path),), timeout=200)
     for number, case in enumerate(ORACLE):
         trace = results[0][number]
         assert len({of_rank[number].weights for of_rank in results}) == 1, case
@@ -296,7 +296,7 @@ def retry_of(engine: Any, capture: Any) -> Any:
 
 
 def test_the_arithmetic_outlives_the_observer_and_a_retry_repeats_it(tmp_path: Path) -> None:
-    results = run_distributed(train_and_break, 2, (str(tmp_path),))
+    results = run_on_kept_ranks(train_and_break, 2, (str(tmp_path),))
     assert results[0] == results[1]
     for plain, broken, retried, closed in (results[0][:4], results[0][4:]):
         assert plain == broken == retried
@@ -329,7 +329,7 @@ def refuse_while_training(directory: str) -> list[str]:
 
 
 def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_distributed(refuse_while_training, 2, (str(tmp_path),))
+    first, second = run_on_kept_ranks(refuse_while_training, 2, (str(tmp_path),))
     assert first == second
     no_sync, boundary, three, part = first
     assert "no_sync()" in no_sync

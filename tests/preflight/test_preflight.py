@@ -29,7 +29,7 @@ from ds_silent.preflight.inventory import (
 )
 from ds_silent.preflight.items import Expectation, Item, item_of
 from ds_silent.preflight.messages import events_of, short_numbers, table, to_json
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.preflight import outcome_of
 from tests.support.training import Case, Probe
 
@@ -266,7 +266,7 @@ def healthy_ranks(directory: str) -> list[Any]:
 
 
 def test_healthy_ranks_are_silent_on_every_stage(tmp_path: Path) -> None:
-    for result in run_distributed(healthy_ranks, 3, (str(tmp_path),)):
+    for result in run_on_kept_ranks(healthy_ranks, 3, (str(tmp_path),)):
         for found, untouched, count, _ in result:
             assert found == []
             assert untouched  # the comparison itself draws no random number
@@ -323,7 +323,7 @@ def faulty_ranks(directory: str) -> list[Any]:
 
 
 def test_every_fault_is_one_event_on_the_right_rank(tmp_path: Path) -> None:
-    results = run_distributed(faulty_ranks, 4, (str(tmp_path),), timeout=200)
+    results = run_on_kept_ranks(faulty_ranks, 4, (str(tmp_path),), timeout=200)
     assert all(result == results[0] for result in results)  # every rank knows the same
     for (name, (_, *expected)), events in zip(FAULTS.items(), results[0], strict=True):
         assert [list(event[:3]) for event in events] == [expected], (name, events)
@@ -339,5 +339,5 @@ def two_ranks(directory: str) -> list[Any]:
 
 
 def test_with_two_ranks_nobody_is_named(tmp_path: Path) -> None:
-    for found in run_distributed(two_ranks, 2, (str(tmp_path),)):
+    for found in run_on_kept_ranks(two_ranks, 2, (str(tmp_path),)):
         assert found == [("config-mismatch", "error", (), "learning rate")]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_silent
 from ds_silent.runs import read_run, verdict_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 
 STEPS, INTERVAL = 25, 10
 
@@ -99,7 +99,7 @@ def train_states(directory: str, kind: str) -> list[tuple[int, str, str]]:
 def test_states_that_the_optimizer_deals_to_the_ranks_are_a_note(ranks: int, tmp_path: Path) -> None:
     """Released Muons' states were an error at the first comparison, while all weights were equal."""
     kinds = ("owners", "everywhere", "gone wrong")
-    told = run_distributed(each, ranks, (train_states, {kind: (str(tmp_path / kind), kind) for kind in kinds}))[0]
+    told = run_on_kept_ranks(each, ranks, (train_states, {kind: (str(tmp_path / kind), kind) for kind in kinds}))[0]
     assert told["owners"] == told["everywhere"] == [(11, "info", "optimizer momentum_buffer")]
     [(step, severity, where)] = told["gone wrong"]
     assert (step, severity) == (21, "error")
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[tuple[Any, ...], list[tuple[int, str, str]]]] = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("buffers")
     cases = {name: (str(folder / name), *case) for name, (case, _) in CASES.items()}
-    return dict(run_distributed(each, 2, (train, cases))[0])
+    return dict(run_on_kept_ranks(each, 2, (train, cases))[0])
 
 
 @pytest.mark.parametrize("name", CASES)

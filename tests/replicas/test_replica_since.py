@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ds_silent.detectors.replica_errors import replicas as replicas_differ
 from ds_silent.replicas.compare import Drift, Replicas
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.made_records import Run, make
 
 
@@ -25,7 +25,7 @@ def drift_every_ten_steps() -> Drift | None:
 
 
 def test_the_update_lies_between_the_last_equal_and_the_first_different_checksum() -> None:
-    found: list[Any] = run_distributed(drift_every_ten_steps, 2)
+    found: list[Any] = run_on_kept_ranks(drift_every_ten_steps, 2)
     assert [(drift.names, drift.earliest, drift.since) for drift in found] == [(("weight",), 20, 29)] * 2
 
 
@@ -48,7 +48,7 @@ def drift_that_lasts() -> list[Any]:
 
 
 def test_a_drift_that_lasts_names_the_same_step_at_every_comparison() -> None:
-    assert run_distributed(drift_that_lasts, 2) == [[(7, 7)] * 7 + [(37, 37)]] * 2
+    assert run_on_kept_ranks(drift_that_lasts, 2) == [[(7, 7)] * 7 + [(37, 37)]] * 2
 
 
 def drift_after_the_way_back() -> list[Any]:
@@ -69,7 +69,7 @@ def drift_after_the_way_back() -> list[Any]:
 
 
 def test_what_was_seen_before_the_way_back_is_not_when_a_drift_began() -> None:
-    assert run_distributed(drift_after_the_way_back, 2) == [[(8, 8), (9, 9)]] * 2
+    assert run_on_kept_ranks(drift_after_the_way_back, 2) == [[(8, 8), (9, 9)]] * 2
 
 
 def drift_before_the_first_look() -> Drift | None:
@@ -83,7 +83,7 @@ def drift_before_the_first_look() -> Drift | None:
 def test_where_nobody_has_seen_them_equal_no_step_is_claimed() -> None:
     """A fault of step 3 that was looked at by step 6 was told as "the first update ... was that of step 5"."""
     groups = ((0,), (1,))
-    for drift in run_distributed(drift_before_the_first_look, 2):
+    for drift in run_on_kept_ranks(drift_before_the_first_look, 2):
         assert (drift.earliest, drift.since) == (0, 5)
         (finding,) = replicas_differ(Run().record(), groups, drift)
         assert "was that of step 5 or an earlier one." in finding.message

@@ -14,7 +14,7 @@ from ds_silent.replicas import repair
 from ds_silent.replicas.compare import compare
 from ds_silent.replicas.repair import Averaging, average, restore
 from ds_silent.respond import responder as respond
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def restored() -> dict[str, Any]:
 
 
 def test_each_tensor_gets_the_bits_of_its_own_majority() -> None:
-    for result in run_distributed(restored, 3):
+    for result in run_on_kept_ranks(restored, 3):
         assert result["names"] == ["weight", "bias", "count", "mask"]
         assert result["groups"] == ((0,), (1,), (2,))  # no whole replica has a majority
         assert result["right"]
@@ -86,7 +86,7 @@ def averaged() -> dict[str, Any]:
 
 
 def test_the_mean_is_that_of_finite_replicas_and_counts_take_the_largest() -> None:
-    for result in run_distributed(averaged, 3):
+    for result in run_on_kept_ranks(averaged, 3):
         mean, narrow, step, counts, finite = result["values"]
         assert mean == [1.0] * 40
         assert narrow == [2.0]
@@ -105,7 +105,7 @@ def unlike() -> dict[str, Any]:
 
 
 def test_ranks_without_the_same_tensors_are_not_comparable() -> None:
-    assert run_distributed(unlike, 2) == [{"comparable": False, "equal": False, "apart": ()}] * 2
+    assert run_on_kept_ranks(unlike, 2) == [{"comparable": False, "equal": False, "apart": ()}] * 2
 
 
 class _Sampled:
@@ -147,6 +147,6 @@ def next_intervals() -> dict[str, Any]:
 
 
 def test_the_next_interval_is_the_formula_within_its_bounds() -> None:
-    for result in run_distributed(next_intervals, 3):
+    for result in run_on_kept_ranks(next_intervals, 3):
         assert 5 < result["expected"] < 1000
         assert result["found"] == {5: 5, 1000: int(result["expected"]), 0: 1}

@@ -17,7 +17,7 @@ from ds_silent.drill.verdicts import tells
 from ds_silent.patches import Patches
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from tests.support.collectives import Call, check_collectives, record_collectives
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 from tests.support.repairs import (
     FAULT,
     MAJORITY,
@@ -73,7 +73,7 @@ SCALED = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window
 )
 @pytest.mark.long
 def test_a_passing_fault_is_undone_bit_for_bit(case: Case, tmp_path: Path) -> None:
-    for result in run_distributed(retried, RANKS, (str(tmp_path), case), timeout=240):
+    for result in run_on_kept_ranks(retried, RANKS, (str(tmp_path), case), timeout=240):
         clean, unmitigated = result.pop("clean"), result.pop("unmitigated")
         assert result == dict.fromkeys(result, clean)
         assert unmitigated != clean
@@ -112,7 +112,7 @@ def counted_behind_a_retry(directory: str) -> list[int]:
 
 
 def test_what_a_rank_says_of_where_it_is_is_said_again_with_a_repeated_reduction(tmp_path: Path) -> None:
-    assert run_distributed(counted_behind_a_retry, RANKS, (str(tmp_path),)) == [[2, 3, 4, 5, 6]] * RANKS
+    assert run_on_kept_ranks(counted_behind_a_retry, RANKS, (str(tmp_path),)) == [[2, 3, 4, 5, 6]] * RANKS
     assert "repaired" in [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
 
 
@@ -126,7 +126,7 @@ def retried_by_many(directory: str) -> list[bool]:
 
 
 def test_above_the_gather_limit_the_rank_is_named_before_the_reduction_is_repeated(tmp_path: Path) -> None:
-    assert run_distributed(retried_by_many, RANKS, (str(tmp_path),), timeout=240) == [[True, True]] * RANKS
+    assert run_on_kept_ranks(retried_by_many, RANKS, (str(tmp_path),), timeout=240) == [[True, True]] * RANKS
     for limit in (1, 0):
         assert [e for e in read_events(tmp_path / f"clean {limit}" / "events.jsonl") if e["severity"] != "info"] == []
         events = list(read_events(tmp_path / f"{limit}" / "events.jsonl"))
@@ -157,7 +157,7 @@ def kept(directory: str, case: Case) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", [Case(), Case(dtype="bf16", accumulation=2)], ids=["fp32", "bf16"])
 def test_replicas_are_made_equal_and_healthy_ones_left_alone(case: Case, tmp_path: Path) -> None:
-    results = run_distributed(kept, RANKS, (str(tmp_path), case), timeout=300)
+    results = run_on_kept_ranks(kept, RANKS, (str(tmp_path), case), timeout=300)
     clean = results[0]["clean"]
     assert len({result["drifted"] for result in results}) == 2  # the fault is one
     for name in ("majority", "mean", "periodic", "weights", "dynamic"):
@@ -249,7 +249,7 @@ def repaired_with_trouble(directory: str) -> dict[str, str]:
 
 @pytest.mark.long
 def test_nothing_is_called_repaired_that_is_not(tmp_path: Path) -> None:
-    results = run_distributed(repaired_with_trouble, RANKS, (str(tmp_path),), timeout=300)
+    results = run_on_kept_ranks(repaired_with_trouble, RANKS, (str(tmp_path),), timeout=300)
     clean = results[0]["clean"]
 
     def events(name: str) -> list[dict[str, Any]]:
@@ -290,5 +290,5 @@ def respond_in_every_way(directory: str) -> list[Call]:
 
 @pytest.mark.long
 def test_repairs_use_what_every_backend_has(tmp_path: Path) -> None:
-    ranks = run_distributed(respond_in_every_way, 3, (str(tmp_path),))
+    ranks = run_on_kept_ranks(respond_in_every_way, 3, (str(tmp_path),))
     check_collectives(ranks, {"all_gather_into_tensor", "all_reduce", "broadcast", "all_gather"})

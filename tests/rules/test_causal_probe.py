@@ -24,7 +24,7 @@ from ds_silent.patches import Patches
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.sinks.jsonl import read_events
 from tests.rules.small_models import PADDING, model_of, words
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 
 ROWS, LENGTH = 4, 24
 Inputs = dict[str, Any]
@@ -335,7 +335,7 @@ def train(directory: Path, framework: str, watched: bool) -> str:
 @pytest.mark.parametrize("framework", ["ddp", "2"])
 def test_a_training_is_probed_and_its_weights_are_the_same(tmp_path: Path, framework: str) -> None:
     cases = {watched: (tmp_path, framework, watched) for watched in (True, False)}
-    for hashes in run_distributed(each, 2, (train, cases)):
+    for hashes in run_on_kept_ranks(each, 2, (train, cases)):
         assert hashes[True] == hashes[False]
     found = [(e["kind"], e["severity"], e["where"], e["ranks"]) for e in read_events(tmp_path / "events.jsonl")]
     suspects = [one for one in found if one[0] == "batch-suspect"]
@@ -343,7 +343,7 @@ def test_a_training_is_probed_and_its_weights_are_the_same(tmp_path: Path, frame
 
 
 def test_where_a_forward_takes_all_ranks_nothing_is_run(tmp_path: Path) -> None:
-    run_distributed(train, 2, (tmp_path, "3", True))
+    run_on_kept_ranks(train, 2, (tmp_path, "3", True))
     found = [(e["kind"], e["where"]) for e in read_events(tmp_path / "events.jsonl")]
     assert ("batch-suspect", "position_ids") in found, "the batch is looked at all the same"
     assert ("batch-suspect", "attention") not in found

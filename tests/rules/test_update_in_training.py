@@ -20,7 +20,7 @@ from ds_silent.rules.optimizer_update import UpdateRule
 from ds_silent.sinks.jsonl import read_events
 from tests.support import ddp_training, training
 from tests.support.ddp_training import DDPCase, FSDP2Case
-from tests.support.distributed import each, run_distributed
+from tests.support.distributed import each, run_on_kept_ranks
 from tests.support.training import Case
 
 STEPS = 5
@@ -85,13 +85,13 @@ def train(directory: Path, names: list[str], wrong: bool) -> list[tuple[str, int
 
 
 def test_healthy_trainings_are_silent_and_are_judged(tmp_path: Path) -> None:
-    (first, *_) = run_distributed(train, 2, (tmp_path, list(CASES), False), timeout=600)
+    (first, *_) = run_on_kept_ranks(train, 2, (tmp_path, list(CASES), False), timeout=600)
     assert [name for name, _, told in first if told] == ["zero-0-bf16"]
     assert [name for name, judged, _ in first if not judged] == []
 
 
 def test_a_decay_that_is_left_out_is_told_in_every_framework(tmp_path: Path) -> None:
-    (first, *_) = run_distributed(train, 2, (tmp_path, [*SEEN, *UNSEEN], True), timeout=600)
+    (first, *_) = run_on_kept_ranks(train, 2, (tmp_path, [*SEEN, *UNSEEN], True), timeout=600)
     told = {name: said for name, _, said in first}
     assert [name for name in UNSEEN if told[name]] == []
     for name in SEEN:
@@ -135,7 +135,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, list[dict[
     """By rank and by stage, dtype and how it has begun."""
     directory = tmp_path_factory.mktemp("begun")
     cases = {case: (directory / str(case), Case(case[0], case[1]), case[2]) for case in BEGUN}
-    return run_distributed(each, 2, (begin, cases))
+    return run_on_kept_ranks(each, 2, (begin, cases))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

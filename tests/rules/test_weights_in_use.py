@@ -19,7 +19,7 @@ from ds_silent.rules import weights_in_use
 from ds_silent.rules.batch import EVERY, LOOKED_AT
 from ds_silent.rules.weights_in_use import SAMPLES, GatheredWeights, WeightsInUse, unequal_samples
 from ds_silent.sinks.jsonl import read_events
-from tests.support.distributed import run_distributed
+from tests.support.distributed import run_on_kept_ranks
 
 CASES = ((0, "bf16"), (0, "fp16"), (1, "bf16"), (2, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))
 WIDTH = 24
@@ -83,7 +83,7 @@ def looked(directory: Path) -> tuple[Any, ...]:
 
 
 def test_each_element_is_compared_with_its_master_in_every_stage(tmp_path: Path) -> None:
-    ranks = run_distributed(looked, 2, (tmp_path,))
+    ranks = run_on_kept_ranks(looked, 2, (tmp_path,))
     whole = 2 * 3 * WIDTH * WIDTH + 4 * WIDTH
     for number, (stage, dtype) in enumerate(CASES):
         elements = [cases[number][0] for cases, *_ in ranks]
@@ -108,13 +108,13 @@ def train(directory: Path, watched: bool, writes: bool) -> Any:
 
 
 def test_a_write_that_the_next_update_undoes_is_an_event(tmp_path: Path) -> None:
-    watched = run_distributed(train, 2, (tmp_path, True, True))
+    watched = run_on_kept_ranks(train, 2, (tmp_path, True, True))
     events = [e for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "weights-mismatch"]
     assert [(e["step"], e["phase"], e["where"], e["severity"]) for e in events][:1] == [
         (3, "started", "0.weight", "error")
     ]
     assert events[-1]["phase"] == "ended", "the update has written the masters' own"
-    assert watched == run_distributed(train, 2, (tmp_path, False, True))
+    assert watched == run_on_kept_ranks(train, 2, (tmp_path, False, True))
 
 
 def pieces(weights: Tensor, masters: Tensor) -> Any:
