@@ -182,13 +182,14 @@ def counts_of(tokens: Tensor, labels: Tensor, ignored: int) -> Tensor | None:
 
     Args:
         tokens: (B, T).
-        labels: B T of them, or B (T - 1) where the script leaves out the last place.
+        labels: B T of them, or B (T - 1) or B (T - 2) where the script leaves out the last places.
 
     Returns:
         int64 (1 + 4,); None where there are other numbers of labels.
     """
     rows, length = tokens.shape
-    if not rows or labels.numel() not in (rows * length, rows * (length - 1)) or labels.device != tokens.device:
+    known = [rows * (length - left_out) for left_out in range(3)]
+    if not rows or labels.numel() not in known or labels.device != tokens.device:
         return None
     own = labels.detach().reshape(rows, -1)[:, 1 : length - 2]
     near = [tokens[:, 1 + offset : length - 2 + offset] for offset in OFFSETS]

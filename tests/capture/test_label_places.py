@@ -96,9 +96,10 @@ def test_counts_are_those_of_a_loop(make: Callable[[int], Batch]) -> None:
     counts = counts_of(tokens, labels, IGNORED)
     assert counts is not None
     assert counts.tolist() == _naive(tokens, labels)
-    short = counts_of(tokens, labels[:, :-1], IGNORED)  # the script leaves out the last place
-    assert short is not None
-    assert short.tolist() == counts.tolist()
+    for left_out in (1, 2):  # the last places, by the script
+        short = counts_of(tokens, labels[:, :-left_out], IGNORED)
+        assert short is not None
+        assert short.tolist() == counts.tolist()
     assert counts_of(tokens, labels[:, 3:], IGNORED) is None
 
 
