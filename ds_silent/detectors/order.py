@@ -249,6 +249,10 @@ class SameOrderTest(Detector):
             f"Call sampler.set_epoch(epoch) on every rank at the start of each epoch{self._words.own_sampler}, and do "
             "not seed the loader's generator anew."
         )
+        epoch = 0 if extras.coverage is None else extras.coverage.rows
+        if 4 * self._rows < 3 * epoch:
+            message += f" A pass is broken off after {self._rows} of {epoch} rows."
+            remedy = f"Go on with one iterator, where next(iter(loader)) makes one for each step. Else: {remedy}"
         if not self._promised:
             remedy = (
                 f"If the order is meant to stay, do nothing. Else: {remedy} Workers that persist may not learn of it."
