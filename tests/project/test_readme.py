@@ -40,6 +40,7 @@ RUN_BY: dict[str, str] = {
     "deepspeed --num_gpus 8 --module ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "torchrun --nproc_per_node 8 -m ds_silent train.py ...": "tests/frameworks/test_ways_in.py",
     "python -m ds_silent -m package.module ...": "tests/frameworks/test_ways_in.py",
+    "python -m ds_silent train.py": "tests/frameworks/test_ways_in.py",
     "launch/train.py": "tests/launch/test_train.py",
     "torchrun --nproc_per_node 4 launch/examples/ddp.py": "tests/launch/test_examples.py",
     "torchrun --nproc_per_node 2 launch/examples/ddp.py": "tests/launch/test_examples.py",
