@@ -122,7 +122,8 @@ class LabelWeightsTest(Detector):
                 return _finding("spread", message, remedy, spread, record.step)
         handed_on = None if evidence.reduction is None else evidence.reduction.handed_on
         made_good = handed_on is not None and handed_on.makes_mean(total)
-        self._note(record, total, None if made_good else multiple, weights)
+        if not any(one.where == "zero_grad" for one in evidence.unlike):  # gradients are cleared, which is told
+            self._note(record, total, None if made_good else multiple, weights)
         return None
 
     def _note_beside(self, record: StepRecord, count: int) -> None:

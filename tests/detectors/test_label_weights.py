@@ -238,6 +238,14 @@ def test_a_loop_of_ones_own_is_a_note_once(name: str) -> None:
     assert note.remedy.startswith("Do nothing if that is meant.")
 
 
+def test_of_gradients_that_are_cleared_nothing_else_is_noted() -> None:
+    """With as many micro-batches as ranks, half of them cleared, they seemed to be divided by the ranks."""
+    cleared = Unlike("rule:cleared", (), "zero_grad", "Cleared.", "Clear once.", 1, "update-mismatch", "warning")
+    made, found = Run(ranks=3), next(iter(NOTED.values()))[0]
+    seen = Evidence(label_weights=found, unlike=(cleared,))
+    assert {event.kind for _ in range(3 * STEPS) for event in made.judge.step(made.record(), seen)} <= {cleared.kind}
+
+
 def test_a_loss_of_several_terms_that_nothing_divides_is_told_at_its_first_step() -> None:
     [event, end] = undivided(None, TRAINER, TRAINER, *[None] * 4)
     assert (event.step, event.kind, event.severity, event.ranks) == (2, "objective-mismatch", "warning", ())
