@@ -138,12 +138,14 @@ def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
     from ds_silent.observing.start import alone
 
     if is_first() and not anything_observed():
-        one = "; it ran as one process, which has nothing to be compared with: start several" if alone() else ""
-        why = "; ".join(unobserved()) or (
+        none = (
             'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
             "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
-            f"the ds_config, or call ds_silent.attach in the script{one}"
+            "the ds_config, or call ds_silent.attach in the script"
         )
+        if alone():
+            none = "it ran as one process, which has nothing to be compared with: start several"
+        why = "; ".join(unobserved()) or none
         print(f"ds_silent: nothing was observed: {why}", file=sys.stderr)
 
 

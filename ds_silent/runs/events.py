@@ -208,18 +208,18 @@ class EventLog:
         return True
 
     def groups(self) -> list[EventGroup]:
-        """Return the faults: worst first, then what does not follow from another, then earliest."""
+        """Return the faults: worst first, then what does not follow from another, then earliest, as they were told."""
         groups = self._groups.values()
-        return sorted(groups, key=lambda one: (_ORDER[one.severity], bool(one.follows), one.first, one.kind))
+        return sorted(groups, key=lambda one: (_ORDER[one.severity], bool(one.follows), one.first))
 
 
 def causes_first(groups: Sequence[EventGroup]) -> list[EventGroup]:
     """Put the faults in the order in which they began, none before the one that it follows from; then the worst."""
     began = {group.name: group.since for group in reversed(groups)}
 
-    def place(one: EventGroup) -> tuple[int, bool, int, int, str]:
+    def place(one: EventGroup) -> tuple[int, bool, int, int]:
         since = max(one.since, began.get(one.follows, 0))
-        return since, bool(one.follows), _ORDER[one.severity], one.first, one.kind
+        return since, bool(one.follows), _ORDER[one.severity], one.first
 
     return sorted(groups, key=place)
 

@@ -508,3 +508,16 @@ def test_a_run_of_another_host_is_lost_after_an_hour_without_a_record(minutes: i
     for path in tmp_path.glob("*.json*"):
         os.utime(path, (time.time() - 60 * minutes,) * 2)
     assert RunReader(tmp_path).finish().lost == lost
+
+
+def test_of_two_faults_of_one_step_the_first_told_is_the_first(tmp_path: Path) -> None:
+    """The headline was the one whose kind comes first in the alphabet, and its remedy made it worse."""
+    sink = JsonlSink(tmp_path)
+    for kind in ("duplicate-data", "data-order-mismatch"):
+        sink.write_event(Event(0, kind, "error", (), "sampler", None, None, f"{kind} here.", "Do this."))  # type: ignore[arg-type]
+    sink.close()
+    run = read_run(tmp_path)
+    assert [group.kind for group in run.events.groups()] == ["duplicate-data", "data-order-mismatch"]
+    worst = verdict_of(run).group
+    assert worst is not None
+    assert worst.kind == "duplicate-data"
