@@ -130,8 +130,8 @@ class ReductionChecker:
     def examine(self, gathered: Gathered) -> ReductionCheck:
         """Examine the reduction of one step, without remembering anything of it."""
         received, (check, cause) = _received(gathered, self._layout), self._aggregation(gathered)
-        if cause is not None and not received and _reduced_by_script(gathered, cause):
-            check = cause = None
+        if cause is not None and received == {} and _reduced_by_script(gathered, cause):
+            check = cause = None  # not where the ranks' bits are not known, as of shards
         return ReductionCheck(
             check,
             cause,

@@ -6,6 +6,8 @@ The oracle is the fault itself: each is put into the aggregate of layers that ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from ds_silent.measure.record import Context, measure
 from ds_silent.measure.reduction_check import ReductionChecker, ReductionSettings
 from ds_silent.records import Seconds
 from tests.exchange.many_ranks import ManyRanks
+from tests.support.made_observations import gathered_of
 
 RANKS, LAYERS, SIZE = 40, 5, 4096
 Damage = Callable[[Tensor, Tensor], Tensor]
@@ -203,3 +206,21 @@ def test_the_directions_are_those_of_the_whole_sketches() -> None:
     expected = (whole * rest).sum(1) / (whole.norm(dim=1) * rest.norm(dim=1))
     assert stats.per_rank == pytest.approx(expected.tolist(), abs=1e-5)
     assert measure(gathered, sent, Context(0, 1.0, None, Seconds())).cosine_matrix is not None
+
+
+@pytest.mark.parametrize(
+    ("received", "kinds", "handed", "checked"),
+    [({}, ((0,), (1,)), 1.0, False)]  # the script has reduced what was left to each rank
+    + [(None, ((0,), (1,)), 1.0, True), ({0: ((0,), (1,))}, ((0,), (1,)), 1.0, True)]  # shards; ranks with other bits
+    + [({}, ((0,), (0,)), 1.0, True), ({}, ((0,), (1,)), -1.0, True)],  # one rank's everywhere; not seen to be changed
+)
+def test_what_a_script_reduces_itself_is_known_by_bits_that_all_ranks_hold(
+    received: Any, kinds: tuple[tuple[int, ...], ...], handed: float, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (Cause("unreduced", (layer,), 1.0, ranks) for layer, ranks in enumerate(kinds))
+    cause, check = replace(first, elsewhere=tuple(others)), object()
+    monkeypatch.setattr("ds_silent.measure.reduction_check._received", lambda *_: received)
+    monkeypatch.setattr(ReductionChecker, "_aggregation", lambda *_: (check, cause))
+    seen = gathered_of(3, 2, **{"reduced.handed_seen": [handed] * 2, "reduced.seen": [1.0] * 2})
+    examined = ReductionChecker(ReductionSettings(Layout(64), Arithmetic(torch.float32), 16.0)).examine(seen)
+    assert (examined.check is check, examined.cause is cause) == (checked, checked)
