@@ -101,7 +101,7 @@ def due(fault: Fault, target: Target, interval: int, replica_interval: int) -> i
     if fault.response is not None:
         return fault.response.compared(target.step)
     if fault.strikes == "replica" and replica_interval:
-        return first_compared(target.step, interval, replica_interval)
+        return first_compared(target.step, interval, replica_interval) + (fault.comparisons - 1) * interval
     return first_measured(target.step, interval)
 
 

@@ -328,7 +328,7 @@ _UPDATE = (
           wrapper_options={"ddp": {"broadcast_buffers": False}}),
     _drifted("optimizer-state-changed", one(once(partial(behind.in_memory, behind.halved_moment))),
           "one rank's running mean of one gradient element changes", stages=(0,), says=("optimizer exp_avg",),
-          not_applicable=_OF_ONE_OWNER),
+          comparisons=2, not_applicable=_OF_ONE_OWNER),  # states alone may differ by design; then the weights part
     _drifted("gathered-weights-stale", one(from_on(behind.stale_weights)),
           "one rank keeps the old weights where it should receive another's update", stages=(1, 2),
           says=("of step {step}",), not_applicable=_NOT_GATHERED),

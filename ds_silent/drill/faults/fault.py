@@ -105,8 +105,9 @@ class Fault:
 
     ``kinds``: the event that must come; each is right where a fault has several faces (a NaN loss also has a zero or
     NaN gradient). ``first_step``: 0 is before the training. ``deterministic``: no chance in it, so the event must be
-    at the first measured step. ``steps``: how long a training may go on after the first step, in measured steps;
-    ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives the fault and it means something.
+    at the first measured step, or at the ``comparisons``-th of the replicas. ``steps``: how long a training may go on
+    after the first step, in measured steps; ``stages``, ``dtypes``, least ``accumulation``: where DeepSpeed survives
+    the fault and it means something.
     ``says``: words of the right cause and place that the event must hold; {rank}, {ranks}, {step} are the target's.
 
     ``response``: switched on in this fault's training, which must then be repaired, at one step or at every step
@@ -134,6 +135,7 @@ class Fault:
     stages: tuple[int, ...] = (0, 1, 2, 3)
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     accumulation: int = 1
+    comparisons: int = 1  # of the replicas, until it must be told
     says: tuple[str, ...] = ()
     response: Response | None = None
     repaired: bool = True
