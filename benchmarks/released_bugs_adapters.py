@@ -31,15 +31,31 @@ def scaled_adapters(watch: Watch) -> Found:
     return Found((abs(factor / 8 - 1),) * STEPS, f"adapters are scaled by {factor:g}, promised is 8")
 
 
+def _train_on_noise(watch: Watch, model: Any, rate: float) -> None:
+    """A few steps of plain SGD under DistributedDataParallel, on each rank's own (4, 8) rows."""
+    import torch
+    import torch.distributed as dist
+
+    import ds_silent
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=rate)
+    observer = None if watch.block is None else ds_silent.attach(wrapped, optimizer=optimizer, config=watch.block)
+    torch.manual_seed(SEED + dist.get_rank())
+    for _ in range(STEPS):
+        wrapped(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if observer is not None:
+        observer.close()
+
+
 @case
 def moved_adapters(watch: Watch) -> Found:
     """LoRA in two of four layers, each of four experts: the share of the adapters that are in other layers."""
     import peft
     import torch
-    import torch.distributed as dist
     from torch import nn
-
-    import ds_silent
 
     as_launched()
     torch.manual_seed(SEED)
@@ -59,16 +75,7 @@ def moved_adapters(watch: Watch) -> Found:
     config = peft.LoraConfig(r=2, target_modules=["up"], layers_to_transform=[2, 3])
     model = peft.get_peft_model(Experts(), config)
     held = [name.split("layers.")[1] for name, one in model.named_modules() if getattr(one, "lora_A", None)]
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
-    observer = None if watch.block is None else ds_silent.attach(wrapped, optimizer=optimizer, config=watch.block)
-    torch.manual_seed(SEED + dist.get_rank())
-    for _ in range(STEPS):
-        wrapped(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if observer is not None:
-        observer.close()
+    _train_on_noise(watch, model, 0.01)
     moved = [name for name in held if name[0] not in "23"]
     return Found((len(moved) / len(held),) * STEPS, f"{len(moved)} of {len(held)} adapters are in other layers")
 
@@ -154,7 +161,6 @@ def kept_weights(watch: Watch) -> Found:
     import transformers
     from torch import nn
 
-    import ds_silent
     from ds_silent.patches import Patches
     from ds_silent.rules.first_look import watch_loads
 
@@ -188,16 +194,7 @@ def kept_weights(watch: Watch) -> Found:
     dist.barrier()
     model = Own.from_pretrained(folder)
     error = float((flat(model.parameters()) - flat(saved.parameters())).norm() / flat(saved.parameters()).norm())
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE)
-    observer = None if watch.block is None else ds_silent.attach(wrapped, optimizer=optimizer, config=watch.block)
-    torch.manual_seed(SEED + dist.get_rank())
-    for _ in range(STEPS):
-        wrapped(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if observer is not None:
-        observer.close()
+    _train_on_noise(watch, model, RATE)
     patches.undo()
     return Found((error,) * STEPS, f"the loaded weights are {error:.3g} of their length off")
 

@@ -212,8 +212,10 @@ class BatchContents(Rule):
         if not isinstance(trained, Tensor) or not trained.requires_grad:
             return
         with torch.no_grad():
-            of_labels = partial(counts_of, hides_restarts=self._hides_restarts)
-            counts = (of_labels if own else counts_without_labels)(inputs, self._tokens)
+            if own:
+                counts = counts_of(inputs, self._tokens, self._hides_restarts)
+            else:
+                counts = counts_without_labels(inputs, self._tokens)
         if counts is not None:
             trained.register_hook(partial(safely, self._backward, counts))  # type: ignore[no-untyped-call]
 

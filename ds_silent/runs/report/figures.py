@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -147,8 +146,18 @@ def noise_scale(view: PlotContext) -> Panel | None:
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
     note = _SAME_ROWS if view.run.same_rows else _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
-    draw = partial(chart, log=log, level=batch, heavy=True, least=0.0)  # it divides by a square that may be near 0
-    return draw(view.axis, series, label, marks=view.marks, note=note, keys=keys)
+    return chart(
+        view.axis,
+        series,
+        label,
+        log=log,
+        level=batch,
+        marks=view.marks,
+        heavy=True,  # it divides by a square that may be near 0
+        least=0.0,
+        note=note,
+        keys=keys,
+    )
 
 
 _SAME_ROWS = "Several ranks took the same rows: what differs between the ranks says nothing about a larger batch."
