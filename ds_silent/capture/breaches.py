@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ds_silent.capture.untrained import Unlike
 from ds_silent.distributed.guard import CollectiveGuard
-from ds_silent.distributed.parts import parts_of_numbers
+from ds_silent.distributed.parts import outvoted, parts_of_numbers, ranks_of
 from ds_silent.exchange.collectives import Arrived, gather_on_host
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash
@@ -112,7 +112,7 @@ class BreachCheck:
         codes, group = self._news(arrived), self._framework.group
         ranks = () if codes is None or len(set(codes)) == 1 else (dist.get_rank(group),)
         own = self._found.get(arrived.step, ()) if codes else ()
-        return tuple(_one(breach, ranks, dist.get_world_size(group)) for breach in own)
+        return tuple(_one(breach, ranks, dist.get_world_size(group)) for breach in own if not breach.unlike)
 
 
 def _code_of(breaches: Sequence[Breach]) -> float:
@@ -137,8 +137,22 @@ def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_siz
         for told in json.loads(text):
             breach = Breach(**told | {"effects": tuple(told["effects"])})
             found.setdefault(breach.key, (breach, set()))[1].update(part)
-    everywhere = [one for one in found.values() if len(one[1]) == world_size or not one[0].alike_on_all]
-    return tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in everywhere)
+    told = [one for one in found.values() if len(one[1]) == world_size or not one[0].alike_on_all]
+    by_itself = tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in told if not breach.unlike)
+    things = {breach.unlike: breach for breach, _ in told if breach.unlike}
+    compared = ({key: ranks for key, (breach, ranks) in found.items() if breach.unlike == thing} for thing in things)
+    pairs = zip(things.values(), compared, strict=True)
+    return *by_itself, *(_unlike(breach, list(parts.values()), world_size) for breach, parts in pairs if len(parts) > 1)
+
+
+def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike:
+    """Word what is not the same on all ranks; blamed are those that differ from more than half of all."""
+    parts = tuple(sorted((tuple(sorted(part)) for part in ranks), key=lambda part: (-len(part), part)))
+    everybody = sum(map(len, parts)) == world_size
+    shown = "; ".join([*map(ranks_of, parts), *(() if everybody else ("…",))])
+    blamed = outvoted(parts) if everybody else ()
+    one = _one(breach, blamed, world_size)
+    return replace(one, key=KEY + breach.unlike, message=f"{breach.message}: {shown}.")
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
@@ -146,5 +160,5 @@ def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     everybody = len(ranks) in (0, world_size)
     message = breach.message if everybody else f"On {named(ranks, world_size)}: {breach.message}"
     blamed = ranks if 2 * len(ranks) <= world_size else ()
-    shared = {name: value for name, value in vars(breach).items() if name != "alike_on_all"}
+    shared = {name: value for name, value in vars(breach).items() if name not in ("alike_on_all", "unlike")}
     return Unlike(**shared | {"key": KEY + breach.key, "message": message}, ranks=blamed)

@@ -260,10 +260,13 @@ class OverlapTest(Detector):
                 "or rows of its own (files[rank::world_size], split_dataset_by_node)."
             )
             severity: Severity = "info"
-            if self._whole.ranks or again > SAME_DATA * _repeats_of_all(evidence.pass_rows, passes.taken):
+            known = evidence.pass_rows if 0 in ranks else None  # the first rank's
+            taken = [passes.taken[rank] for rank in ranks]
+            if self._whole.ranks or again > SAME_DATA * _repeats_of_all(known, taken):
                 severity = "warning"
-                message += f" Each rank's loader shuffles all rows: {_several_times(ranks)}"
-                remedy = f"{_GIVE_A_SAMPLER}."
+                whose = f"The loader of each of {named(ranks)} shuffles" if some else "Each rank's loader shuffles"
+                message += f" {whose} all rows: {_several_times(ranks)}"
+                remedy = remedy if some else f"{_GIVE_A_SAMPLER}."
             note = Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy)
             self.notes = (note,)
         return []

@@ -16,7 +16,7 @@ from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
-from ds_silent.rules.outside_model import OutsideModel
+from ds_silent.rules.outside_model import FrozenBeside, OutsideModel
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.recomputation import RecomputedDraws
 from ds_silent.rules.rule import Rule
@@ -29,7 +29,16 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     if not (config.rules and config.detectors.enabled):
         return []
     of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates)
-    of_model = (BatchContents, OverwrittenLabels, LossInput, TrainingMode, RecomputedDraws, GatheredWeights, FirstLook)
+    of_model = (
+        BatchContents,
+        OverwrittenLabels,
+        LossInput,
+        TrainingMode,
+        RecomputedDraws,
+        GatheredWeights,
+        FirstLook,
+        FrozenBeside,
+    )
     rules: list[Rule] = [kind(framework) for kind in (RateRule, *of_loop, *of_model)]
     rules += framework.own_rules
     averages = config.resync.mode != "off" or config.respond.on_replica_drift == "mean"

@@ -1,4 +1,4 @@
-"""Check that what the optimizers step beside the observed model is reduced, too.
+"""Check what lies beside the observed model: what is stepped is reduced, and what is frozen is the same on all ranks.
 
 A loss with weights of its own, such as a classifier or a learned temperature, lies outside the module that
 ``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
@@ -6,12 +6,15 @@ own copy. A parameter counts if autograd brings its gradient, and ``step`` finds
 clipped. One that no optimizer holds is a note: the first backward's graph shows it. Silent: what ranks hold as their
 own from the start, such as parts of a sharded classifier; another wrapper's parameters; gradients that the script
 reduces, and masters that it fills.
+
+A frozen module, such as a teacher, a text encoder or a reward model, is the same on all ranks, or their losses are not
+the same function. Nobody broadcasts its weights. A module that is a shard, or that only some ranks have, is left out.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_silent.device import ReadLater
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
-from ds_silent.maths.fingerprint import short_hash
+from ds_silent.maths.fingerprint import short_hash, tensor_hash
 from ds_silent.patches import Patches
+from ds_silent.records import Severity
 from ds_silent.rules.rule import Breach, Rule
 
 _LOOKS, _ELEMENTS, _SHOWN = 8, 64, 3
 _NODES = 1 << 16
 _UNNAMED = "a parameter of no module"
+_HASHED = 4096  # elements of each weight of a frozen module
+_HARMLESS = {"_is_hf_initialized", "_no_weight_decay", "_no_reinit"}
+"""Attributes of a weight that is whole; others may say which part of a weight it is."""
 _CLIPPED = 1e-3  # of the largest element: what a clipping's factor leaves of proportion, also in bf16 with few elements
 
 
@@ -113,6 +120,79 @@ class OutsideModel(Rule):
             *unheld,
             Breach(self._key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True),
         )
+
+
+class FrozenBeside(Rule):
+    """Hash the modules that this rank holds beside the observed one and does not train, once."""
+
+    def __init__(self, framework: Framework):
+        self._framework = framework
+        self._hashed: list[tuple[str, str, bool, ReadLater]] | None = None  # what is compared; its name; one is trained
+        self._since = 0
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._hashed is None:
+            self._hashed, self._since = list(_frozen_beside(self._framework.module)), self._framework.step
+        return tuple(self._held(*one) for one in self._hashed if one[-1].ready)
+
+    def _held(self, thing: str, name: str, twin: bool, later: ReadLater) -> Breach:
+        """Return what is a fault where other ranks hold others; a note where a copy of it is trained.
+
+        So it is with an average of the weights, of which often one rank's alone is used.
+        """
+        message = f"{name} lies outside the observed model and is not trained, and its weights differ between ranks"
+        remedy = (
+            "Seed or load it alike on every rank, before code that draws on one rank alone. Do nothing if each rank is "
+            "meant to have its own, or if one rank's alone is used."
+        )
+        key = f"{thing}:{short_hash(later.values.tolist())}"
+        severity: Severity = "info" if twin else "warning"
+        effects = ("outlier-rank",)
+        return Breach(key, "weights-mismatch", severity, name, message, remedy, self._since, effects, unlike=thing)
+
+
+def _frozen_beside(model: nn.Module) -> Iterator[tuple[str, str, bool, ReadLater]]:
+    own = set(map(id, model.modules()))
+    alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
+    beside = [one for one in alive if own.isdisjoint(map(id, one.modules()))]
+    inner = {id(child) for one in beside for child in one.children()}
+    held = set(map(id, _held_by_optimizers()))
+    outermost = [(one, _is_frozen(one, held)) for one in beside if id(one) not in inner]
+    found: dict[tuple[type, tuple[torch.Size, ...]], list[nn.Module]] = {}
+    for one, frozen in outermost:
+        if frozen and all(map(_is_whole, one.parameters())):
+            found.setdefault(_form(one), []).append(one)
+    kinds = {kind for kind, _ in found}
+    trained = [model, *(one for one, frozen in outermost if not frozen)] if found else []
+    twins = {_form(part) for one in trained for part in one.modules() if type(part) in kinds}
+    largest = sorted(found.items(), key=lambda one: -sum(map(torch.Size.numel, one[0][1])))
+    for (kind, shapes), alike in largest[:_SHOWN]:
+        hashes = [torch.stack([_hash(weight) for weight in one.parameters()]).sum(0) for one in alike]
+        values = torch.stack(hashes).sum(0)  # Python's order of several is none
+        thing = f"frozen:{kind.__name__}:{len(alike)}:{short_hash(shapes)}"
+        yield thing, kind.__name__, (kind, shapes) in twins, ReadLater(values)
+
+
+def _is_frozen(module: nn.Module, held: Container[int]) -> bool:
+    """Tell whether nothing trains it: no weight needs a gradient, or it is in evaluation mode and in no optimizer."""
+    weights = list(module.parameters())
+    flags = [weight.requires_grad for weight in weights]
+    untouched = not module.training and all(one.grad is None and id(one) not in held for one in weights)
+    return bool(weights) and (not any(flags) or untouched)
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Tell whether it is a plain weight: those that are sharded have a type or attributes of their own."""
+    plain = type(weight) is nn.Parameter and not weight.is_meta and weight.numel() > 0
+    return plain and vars(weight).keys() <= _HARMLESS
+
+
+def _form(module: nn.Module) -> tuple[type, tuple[torch.Size, ...]]:
+    return type(module), tuple(weight.shape for weight in module.parameters())
+
+
+def _hash(weight: Tensor) -> Tensor:
+    return tensor_hash(weight.detach().reshape(-1)[:_HASHED])
 
 
 def leaves_of(root: Tensor) -> list[nn.Parameter]:

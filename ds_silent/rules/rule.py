@@ -29,6 +29,7 @@ class Breach:
         since: the step at which it was found first.
         effects: kinds of findings that it brings about by itself, see :mod:`ds_silent.detectors.lifecycle`.
         alike_on_all: it is a fault only if every rank has found the same.
+        unlike: what is compared; it is a fault only if ranks that found the same thing have other keys.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Breach:
     since: int
     effects: tuple[str, ...] = ()
     alike_on_all: bool = False
+    unlike: str = ""
 
 
 class Rule:

@@ -245,13 +245,20 @@ def test_ranks_that_read_all_data_in_orders_of_their_own_are_noted_once(ranks: i
     assert notes_of_overlap(run.go(40)) == []
 
 
-def test_of_ranks_that_read_the_same_data_the_others_are_not_named() -> None:
-    """Ranks 0 and 2 were given the same files, rank 1 its own."""
-    loaders = [*all_rows(2, 400), *shards([400])]
-    run = Run([loaders[0], loaders[2], loaders[1]], told=False)
+@pytest.mark.parametrize(("same", "known", "severity"), [((0, 2), True, "warning"), ((0, 2), False, "info"),
+                                                         ((1, 2), True, "info")])  # fmt: skip
+def test_of_ranks_that_read_the_same_data_the_others_are_not_named(
+    same: tuple[int, int], known: bool, severity: str
+) -> None:
+    """Two of three ranks were given the same files; how many rows a pass has is known of rank 0."""
+    alike, own = all_rows(2, 400), shards([400])
+    run = Run([alike.pop() if rank in same else own[0] for rank in range(3)], told=False,
+              deal=Deal(pass_rows=400 if known else None))  # fmt: skip
     [note] = notes_of_overlap(run.go(200))
-    assert note.ranks == (0, 2)
-    assert note.message.startswith("Ranks read the same data, ranks 0 and 2 alone: ")
+    named = " and ".join(map(str, same))
+    assert (note.ranks, note.severity) == (same, severity)
+    assert note.message.startswith(f"Ranks read the same data, ranks {named} alone: ")
+    assert (f"The loader of each of ranks {named} shuffles all rows" in note.message) is (severity == "warning")
 
 
 def test_rows_that_come_again_within_a_batch_are_no_other_ranks() -> None:

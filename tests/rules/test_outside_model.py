@@ -121,3 +121,89 @@ def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[d
     assert told == expected
     if told:
         assert f"{TOLD[kind]} lies outside the wrapped model, and the optimizer steps it" in events[-1]["message"]
+
+
+# -- frozen modules beside the model -----------------------------------------------------------------------------------
+
+
+class Teacher(nn.Sequential):
+    """A frozen module beside the model."""
+
+
+class Part(nn.Sequential):
+    """The model, and what may be a copy of it."""
+
+
+UNLIKE = {
+    "frozen, other weights on rank 1": ("warning", "Teacher"),
+    "in evaluation mode, other weights on rank 1": ("warning", "Teacher"),
+    "inside a loss, other weights on rank 1": ("warning", "Loss"),
+    "a copy of the model, other weights on rank 1": ("info", "Part"),
+}
+ALIKE = (
+    "frozen",
+    "frozen, on rank 1 alone, other weights on rank 1",
+    "frozen, a shard, other weights on rank 1",
+    "not trained yet, other weights on rank 1",
+)
+
+
+class Loss(nn.Module):
+    """A loss that holds a frozen module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def _distil(directory: str, kind: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Part(nn.Linear(8, 8), nn.Linear(8, 8)))
+    torch.manual_seed(2 if "other weights" in kind and rank == 1 else 1)
+    beside: Any = (Part if "copy" in kind else Teacher)(nn.Linear(8, 8), nn.Linear(8, 8))
+    if "in evaluation mode" in kind:
+        beside.eval()
+    elif "not trained yet" not in kind:
+        beside.requires_grad_(False)
+    if "shard" in kind:
+        for weight in beside.parameters():
+            weight.tensor_model_parallel = True
+    if "inside a loss" in kind:
+        beside = Loss(beside)
+    if "alone" in kind and rank != 1:
+        beside = None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            functional.mse_loss(model(torch.randn(ROWS, 8)), torch.randn(ROWS, 8)).backward()
+            optimizer.step()
+    del beside
+
+
+def _distil_each(directory: str) -> None:
+    for kind in (*UNLIKE, *ALIKE):
+        _distil(f"{directory}/{kind}", kind)
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("frozen")
+    run_distributed(_distil_each, 3, (str(directory),))
+    return directory
+
+
+@pytest.mark.parametrize("kind", [*UNLIKE, *ALIKE])
+def test_a_frozen_module_beside_the_model_is_the_same_on_all_ranks(kind: str, distilled: Path) -> None:
+    events = read_events(distilled / kind / "events.jsonl")
+    told = [
+        (one["step"], one["severity"], one["where"], one["ranks"])
+        for one in events
+        if one["kind"] == "weights-mismatch"
+    ]
+    assert told == ([(1, *UNLIKE[kind], [1])] if kind in UNLIKE else [])
+    for event in events:
+        if event["kind"] == "weights-mismatch":
+            assert event["message"].endswith("its weights differ between ranks: ranks 0, 2; rank 1.")

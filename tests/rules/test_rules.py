@@ -18,7 +18,7 @@ from ds_silent.rules.first_look import FirstLook
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
 from ds_silent.rules.optimizer_update import UpdateRule
-from ds_silent.rules.outside_model import OutsideModel
+from ds_silent.rules.outside_model import FrozenBeside, OutsideModel
 from ds_silent.rules.rates import RateRule
 from ds_silent.rules.recomputation import RecomputedDraws
 from ds_silent.rules.training_mode import TrainingMode
@@ -35,6 +35,7 @@ ALWAYS = [
     RecomputedDraws,
     GatheredWeights,
     FirstLook,
+    FrozenBeside,
 ]
 ALL = [UpdateRule, *ALWAYS, WeightsInUse]
 BLOCKS: list[tuple[dict[str, Any], list[type]]] = [

@@ -254,6 +254,9 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     said = "; notes say that the data of rank 0 are of another kind; noted: AveragedModel averages the weights 3 times"
     assert f"{said} in each step (and 1 more)" in verdict.sentence
     assert verdict.severity == "ok"
+    shared = event(1, "duplicate-data", "info", "Ranks read the same data, ranks 1 and 2 alone: 40%.", ranks=(1, 2))
+    verdict = verdict_of(read_run(write(tmp_path / "shared", 1, (shared,))))
+    assert "; noted: Ranks read the same data, ranks 1 and 2 alone" in verdict.sentence
 
 
 @pytest.mark.parametrize(("share", "says"), [(0.7, "All 4 ranks agreed at"), (0.95, "No alarm was raised at")])
