@@ -33,7 +33,7 @@ from ds_silent.frameworks.torch_common import parameters_of_optimizer
 from ds_silent.observing.observe import observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
-from ds_silent.rules.first_look import watch_loads
+from ds_silent.rules.loads import watch_loads
 
 logger = logging.getLogger("ds_silent")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")

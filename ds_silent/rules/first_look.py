@@ -10,23 +10,16 @@
 * Rotary frequencies (``inv_freq``) are fp32: a note if the model was cast to bf16 or fp16 with them.
 * Adam's second moment can fall: a note where torch keeps it in bf16, as the weights are, and ``beta2`` times a number
   is rounded back to it.
-* ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
-* transformers' ``from_pretrained`` gives a model what its safetensors hold: a warning if its weights are others.
-  :func:`watch_loads` sees both, where a whole process is observed.
+* What a script loads arrives, see :mod:`ds_silent.rules.loads`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +28,7 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.rules.known_optimizers import number
+from ds_silent.rules.loads import LostState, unlike_file, vain_load
 from ds_silent.rules.rule import Breach, Rule
 
 _SHOWN = 3
@@ -49,11 +43,16 @@ class FirstLook(Rule):
     def __init__(self, framework: Framework):
         self._framework = framework
         self._found: tuple[Breach, ...] | None = None
+        self._lost = LostState(framework)
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at the optimizers before their first step."""
+        patches.before_backward(functools.partial(safely, self._lost.look))
 
     def breaches(self) -> tuple[Breach, ...]:
         if self._found is None:
             self._found = tuple(found for look in _LOOKS if (found := look(self._framework)) is not None)
-        return self._found
+        return *self._found, *self._lost.breaches()
 
 
 def _untied(framework: Framework) -> Breach | None:
@@ -263,116 +262,6 @@ def _moment_that_stays(framework: Framework) -> Breach | None:
     return None
 
 
-_vain_loads: WeakKeyDictionary[nn.Module, tuple[str, str, int]] = WeakKeyDictionary()
-"""The modules whose last load took nothing: a name in the model, one in the file, and how many the file has."""
-_unlike_files: WeakKeyDictionary[nn.Module, tuple[list[str], int]] = WeakKeyDictionary()
-"""The models that ``from_pretrained`` gave other weights than their files hold: which, and of how many."""
-
-
-def watch_loads(patches: Patches) -> None:
-    """Remember which modules hold other weights than was asked for; scripts load before they are observed."""
-    patches.wrap_method(nn.Module, "load_state_dict", _loads)
-    patches.after_import("transformers.modeling_utils", functools.partial(_watch_pretrained, patches))
-
-
-def _loads(original: Callable[..., Any], module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(module, state_dict, *args, **kwargs)
-    _unlike_files.pop(module, None)
-    missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
-    if missing and unexpected and len(unexpected) == len(state_dict):
-        _vain_loads[module] = missing[0], unexpected[0], len(unexpected)
-    else:
-        _vain_loads.pop(module, None)
-    return result
-
-
-def _vain_load(framework: Framework) -> Breach | None:
-    found = next((vain for one in framework.module.modules() if (vain := _vain_loads.get(one)) is not None), None)
-    if found is None:
-        return None
-    in_model, in_file, many = found
-    message = (
-        f"load_state_dict(strict=False) has loaded nothing: none of the {many} names that it was given is the model's "
-        f"({in_file}, where the model has {in_model}). The training goes on from what the weights were before."
-    )
-    remedy = (
-        "Take off the prefix that a wrapper has put before the names (module., _orig_mod., base_model.model.), or load "
-        "into the module that was saved; read what load_state_dict returns."
-    )
-    return Breach("loaded nothing", "weights-mismatch", "warning", "load_state_dict", message, remedy, framework.step)
-
-
-def _watch_pretrained(patches: Patches, transformers: ModuleType) -> None:
-    kind = transformers.PreTrainedModel
-    own = kind.__dict__["from_pretrained"]
-
-    @functools.wraps(own.__func__)
-    def from_pretrained(cls: type, path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = own.__get__(None, cls)(path, *args, **kwargs)
-        with contextlib.suppress(Exception):  # whatever its files are
-            model = result[0] if isinstance(result, tuple) else result
-            if not any(kwargs.get(name) for name in _OTHER_FILES) and getattr(model, "hf_quantizer", None) is None:
-                found = _compared_with_files(model, _folder(path, kwargs))
-                if found[0]:
-                    _unlike_files[model] = found
-        return result
-
-    kind.from_pretrained = classmethod(from_pretrained)
-    patches.also(lambda: setattr(kind, "from_pretrained", own))
-
-
-_OTHER_FILES = ("state_dict", "variant", "subfolder", "gguf_file", "quantization_config")
-"""Arguments with which the weights do not come from ``model*.safetensors`` as they are."""
-
-
-def _folder(path: Any, kwargs: Mapping[str, Any]) -> Path:
-    """Return where the files are: the directory itself, or the place of a hub's model in the cache."""
-    if not Path(path).is_dir():
-        where = {name: kwargs[name] for name in ("cache_dir", "revision") if kwargs.get(name)}
-        path = Path(sys.modules["huggingface_hub"].try_to_load_from_cache(path, "config.json", **where)).parent
-    return Path(path)
-
-
-@torch.no_grad()
-def _compared_with_files(model: nn.Module, folder: Path) -> tuple[list[str], int]:
-    """Compare a row of each parameter with that of its name in the files; return which differ, and how many there are.
-
-    A weight that was only dealt anew, as rotary weights are, has its norm still.
-    """
-    from safetensors import safe_open  # transformers has it
-
-    held, many = dict(model.named_parameters()), 0
-    unlike: list[str] = []
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            for name in held.keys() & opened.keys():
-                stored, own = opened.get_slice(name), held[name]
-                alike = tuple(stored.get_shape()) == own.shape and own.ndim and own.is_floating_point()
-                if not alike or own.is_meta or not own.numel():
-                    continue
-                row, many = own.shape[0] // 2, many + 1
-                if not torch.equal(stored[row : row + 1].to(own), own[row : row + 1]):
-                    norms = [float(one.double().norm()) for one in (opened.get_tensor(name).to(own), own)]
-                    unlike += [] if math.isclose(*norms, rel_tol=1e-9) else [name]
-    return unlike, many
-
-
-def _unlike_file(framework: Framework) -> Breach | None:
-    all_found = [_unlike_files[one] for one in framework.module.modules() if one in _unlike_files]
-    if not all_found:
-        return None
-    unlike, many = all_found[0]
-    message = (
-        f"from_pretrained gave the model other weights than its file holds: {len(unlike)} of {many} differ "
-        f"({listed(sorted(unlike), _SHOWN)}). The training goes on from these."
-    )
-    remedy = (
-        "Another release of transformers may load them right: 5.12.0 initialises the weights of a script's own class "
-        "again. Or read the file and call load_state_dict behind from_pretrained."
-    )
-    return Breach("not as stored", "weights-mismatch", "warning", unlike[0], message, remedy, framework.step)
-
-
 _LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (
     _untied,
     _decayed_norms,
@@ -381,6 +270,6 @@ _LOOKS: tuple[Callable[[Framework], Breach | None], ...] = (
     _adapters_elsewhere,
     _rounded_frequencies,
     _moment_that_stays,
-    _vain_load,
-    _unlike_file,
+    vain_load,
+    unlike_file,
 )

@@ -12,7 +12,8 @@ from torch import nn
 
 import ds_silent
 from ds_silent.patches import Patches
-from ds_silent.rules.first_look import FirstLook, watch_loads
+from ds_silent.rules.first_look import FirstLook
+from ds_silent.rules.loads import LostState, watch_loads
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import each, run_distributed
 
@@ -309,3 +310,60 @@ def test_weights_that_a_load_does_not_keep(tmp_path: Path) -> None:
         patches.undo()
     assert found(Changed.from_pretrained(tmp_path)) == []  # not watched
     assert "from_pretrained" in vars(transformers.PreTrainedModel)
+
+
+LOST = {
+    "both": "state of an optimizer and of a learning-rate scheduler: these begin anew.",
+    "optimizer": "state of an optimizer: this begins anew.",
+    "scheduler": "state of a learning-rate scheduler: this begins anew.",
+    "both, names changed": "state of an optimizer and of a learning-rate scheduler: these begin anew.",
+    "none": "",
+    "both, weights of another file": "",
+    "both, weights of another file that was read first": "",
+    "both, loaded once more": "",
+}
+
+
+@pytest.mark.parametrize("lost", list(LOST))
+def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        for _ in range(steps):
+            model(torch.randn(2, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        return model, optimizer, scheduler
+
+    states = [one.state_dict() for one in trained(3)]
+    torch.save({"model": states[0], "training": dict(zip(("o", "s"), states[1:], strict=True))}, tmp_path / "last.pt")
+    torch.save(states[0], tmp_path / "weights.pt")
+    del states
+    patches, (model, optimizer, scheduler) = Patches(), trained(0)
+    watch_loads(patches)
+    try:
+        weights = torch.load(tmp_path / "weights.pt")
+        read = torch.load(tmp_path / "last.pt", weights_only=False)
+        weights = torch.load(tmp_path / "weights.pt") if lost.endswith("another file") else weights
+        wrapper = nn.ModuleDict({"module": model})
+        if "names changed" in lost:
+            wrapper.load_state_dict({f"module.{name}": value for name, value in read["model"].items()})
+        else:
+            model.load_state_dict(weights if "another file" in lost else read["model"])
+        if "once more" in lost:
+            model.load_state_dict(model.state_dict())
+        if lost in ("none", "scheduler"):
+            optimizer.load_state_dict(read["training"]["o"])
+        if lost in ("none", "optimizer"):
+            scheduler.load_state_dict(read["training"]["s"])
+        framework: Any = SimpleNamespace(module=model, wrapper=wrapper, step=1, optimizers=lambda: [optimizer])
+        rule = LostState(framework)
+        rule.look(None)
+        said = [(one.severity, one.where, one.message) for one in rule.breaches()]
+        head = "The model has taken its weights from last.pt, which also holds the "
+        assert said == ([("info", "last.pt", head + LOST[lost])] if LOST[lost] else [])
+    finally:
+        patches.undo()
+    assert torch.load.__module__ == "torch.serialization"
+    assert not hasattr(torch.load, "__wrapped__")
