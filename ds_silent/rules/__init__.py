@@ -9,7 +9,7 @@ from ds_silent.config import SilentConsistencyConfig
 from ds_silent.framework import Framework
 from ds_silent.rules.averages import AverageUpdates
 from ds_silent.rules.batch import BatchContents, OverwrittenLabels
-from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
+from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts, SteppedAgain
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.first_look import FirstLook
@@ -28,7 +28,8 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
     """Return every rule that applies to this framework; none where the block switches them off."""
     if not (config.rules and config.detectors.enabled):
         return []
-    of_loop = (ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates)
+    of_calls = (ClearedGradients, Clipping, EmptyStep, SteppedAgain, ScaledStep, StaleCasts)
+    of_loop = (*of_calls, NoGradient, OutsideModel, AverageUpdates)
     of_model = (
         BatchContents,
         OverwrittenLabels,

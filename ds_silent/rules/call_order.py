@@ -4,6 +4,8 @@
   Within the accumulation: each rank clips by the norm of its own gradients, before they are reduced. With a limit of 0:
   nothing is left. Of no parameter: what it is given is a generator that an optimizer has read to its end. Silent: a
   limit of infinity, by which scripts read the norm, clippings without an effect, and norms that lie in shards.
+* A parameter that is stepped, and stepped again before another backward: two optimizers that hold it, or a step that is
+  called twice. A note. Silent: a step within another's, as where an optimizer wraps one.
 * ``zero_grad()`` between the backward and the step: the optimizer finds no gradient.
 * One ``autocast`` around the whole loop: it keeps the weights as it has cast them first, until it is left.
 * A loss that ``GradScaler.scale`` has multiplied, and ``optimizer.step()`` instead of ``scaler.step(optimizer)``: the
@@ -184,6 +186,54 @@ class EmptyStep(_WrongSteps):
         )
         remedy = "Call zero_grad() behind optimizer.step(), or before the first backward of a step, and not between."
         return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._row.since),)
+
+
+class SteppedAgain(_WrongSteps):
+    """Follow the steps of gradients that a step since the newest backward has applied already."""
+
+    def __init__(self, framework: Framework):
+        super().__init__(framework)
+        self._applied: list[Any] = []  # optimizers that have stepped since the newest backward
+        self._inside, self._again = 0, ""  # steps under way; what has applied a gradient once more
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at each backward, and at both ends of each step."""
+        patches.before_backward(partial(safely, self._backward))
+        super().connect(patches, safely)
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_post_hook, partial(safely, self._stepped))
+
+    def _backward(self, root: Any) -> None:
+        if self._applied and not self._inside:
+            self._count(bool(self._again))
+            self._applied, self._again = [], self._again if self._row.times else ""
+
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._inside and any(_share(one, optimizer) for one in self._applied):
+            own = optimizer in self._applied
+            self._again = "its step is called again" if own else "another optimizer that holds them steps, too"
+        self._inside += 1
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._applied.append(optimizer)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        if self._row.times < _TIMES:
+            return ()
+        message = (
+            f"Parameters are stepped twice by the same gradient, since step {self._row.since}: behind the optimizer's "
+            f"step {self._again}, before another backward."
+        )
+        remedy = "Do nothing if both are meant. Else give each parameter to one optimizer, and call its step once."
+        return (Breach("again", "update-mismatch", "info", "optimizer.step()", message, remedy, self._row.since),)
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Tell whether two optimizers hold a parameter that has a gradient."""
+    held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+    return any(p.grad is not None and id(p) in held for group in other.param_groups for p in group["params"])
 
 
 class ScaledStep(_WrongSteps):

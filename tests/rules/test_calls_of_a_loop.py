@@ -124,6 +124,10 @@ def _train(directory: str, kind: str) -> None:
     model = DistributedDataParallel(Net(kind), find_unused_parameters=kind in UNUSED, static_graph=kind == STATIC)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = torch.optim.SGD(trainable, lr=0.05, fused=True if "fused" in kind else None)
+    if kind == "a step within a step":
+        optimizer = Around(trainable, optimizer)
+    several = "two" in kind or ("stepped" in kind and "scaled" not in kind)
+    second: Any = torch.optim.SGD(trainable[:2], lr=0.01) if several else None
     held = (parameter for parameter in trainable[:0])  # as of model.parameters() that an optimizer has read
     scheduler: Any = LambdaLR(optimizer, lambda step: _rate(kind, step))
     if kind in SCHEDULES:
@@ -138,8 +142,9 @@ def _train(directory: str, kind: str) -> None:
         casts() if f"autocast {where}" in kind else contextlib.nullcontext() for where in ("around", "within")
     )
     config = {"output_dir": directory, "tensorboard": False}
-    with ds_silent.observe(model, optimizer, config=config), around:
-        for _ in range(steps_of(kind)):
+    both = optimizer if second is None else (optimizer, second)
+    with ds_silent.observe(model, both, config=config), around:
+        for step in range(steps_of(kind)):
             for _ in range(3 if "accumulation" in kind else 0):
                 with model.no_sync():
                     (loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))) / 4).backward()
@@ -167,7 +172,11 @@ def _train(directory: str, kind: str) -> None:
                 with casts():  # left behind the step
                     loss_of(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))).backward()
                     optimizer.step()
-            else:
+            elif not (kind == "two optimizers in turn" and step % 2):
+                optimizer.step()
+            if kind == "stepped twice" or (kind == "two optimizers in turn" and step % 2):
+                second.step()
+            elif kind == "stepped twice by one":
                 optimizer.step()
             if "unscaled" in kind or "by the scaler" in kind:
                 scaler.update()
@@ -178,7 +187,20 @@ def _train(directory: str, kind: str) -> None:
             optimizer.zero_grad()
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that wraps one, as SAM's do."""
+
+    def __init__(self, parameters: list[Tensor], inner: torch.optim.Optimizer) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
 TOLD = {
+    "stepped twice": (4, "info", "optimizer.step()"),
+    "stepped twice by one": (4, "info", "optimizer.step()"),
     "clipped behind": (4, "warning", "clip_grad_norm_"),
     "clipped before, to 0": (3, "warning", "clip_grad_norm_"),
     "clipped of nothing": (4, "warning", "clip_grad_norm_"),
@@ -211,6 +233,8 @@ TOLD = {
 }
 MEANT = (
     "healthy",
+    "two optimizers in turn",
+    "a step within a step",
     "clipped before",
     "clipped of each group, one of them empty",
     "log_softmax over the classes",

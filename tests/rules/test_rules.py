@@ -11,7 +11,7 @@ from ds_silent.config import SilentConsistencyConfig, parse
 from ds_silent.rules import rules_of
 from ds_silent.rules.averages import AverageUpdates
 from ds_silent.rules.batch import BatchContents, OverwrittenLabels
-from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts
+from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCasts, SteppedAgain
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.first_look import FirstLook
@@ -24,7 +24,8 @@ from ds_silent.rules.recomputation import RecomputedDraws
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.rules.weights_in_use import GatheredWeights, WeightsInUse
 
-OF_LOOP = [ClearedGradients, Clipping, EmptyStep, ScaledStep, StaleCasts, NoGradient, OutsideModel, AverageUpdates]
+OF_CALLS = [ClearedGradients, Clipping, EmptyStep, SteppedAgain, ScaledStep, StaleCasts]
+OF_LOOP = [*OF_CALLS, NoGradient, OutsideModel, AverageUpdates]
 ALWAYS = [
     RateRule,
     *OF_LOOP,
