@@ -152,7 +152,8 @@ class LabelWeightsTest(Detector):
         if self._steps < STEPS or self._noted:
             return
         self._noted = True
-        remedy = f"Do nothing if that is meant. {_remedy(total)}"
+        same = "Several losses of one batch, each with a backward of its own, add up so, too. "
+        remedy = f"Do nothing if that is meant. {same if multiple.micro_batches > 0 else ''}{_remedy(total)}"
         message = _sentence(total, multiple, count, record.world_size)
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total)
         self.notes = (*self.notes, event)

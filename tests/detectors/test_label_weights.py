@@ -236,6 +236,7 @@ def test_a_loop_of_ones_own_is_a_note_once(name: str) -> None:
     assert (note.step, note.kind, note.severity, note.ranks) == (STEPS, "objective-mismatch", "info", ())
     assert says in note.message
     assert note.remedy.startswith("Do nothing if that is meant.")
+    assert ("Several losses of one batch" in note.remedy) is (says == "added up and not divided")
 
 
 def test_of_gradients_that_are_cleared_nothing_else_is_noted() -> None:

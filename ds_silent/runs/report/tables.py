@@ -134,9 +134,15 @@ def settings_of(run: RunRecords) -> tuple[tuple[str, str, str], ...]:
     rows = []
     for name, one in list(settings.items())[:MOST_ROWS]:
         value, origin = of(one, "value"), text(of(one, "from"), 20)
-        said = text(value, 200) if isinstance(value, str) else text(json.dumps(value, default=str), 200)
-        rows.append((text(name, 120), said, origin))
+        rows.append((text(name, 120), text(value if isinstance(value, str) else _json(value), 200), origin))
     return tuple(rows)
+
+
+def _json(value: Any) -> str:
+    """Return JSON of 12 digits a number: a rate that was multiplied is 0.0006, and not 0.0006000000000000001."""
+    return json.dumps(
+        json.loads(json.dumps(value, default=str), parse_float=lambda digits: float(f"{float(digits):.12g}"))
+    )
 
 
 def preflight_of(run: RunRecords) -> dict[str, Any] | None:

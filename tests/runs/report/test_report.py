@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from ds_silent.cli import app
 from ds_silent.records import Event, ObjectiveStats, Place, Score, Scores
 from ds_silent.runs.report.page import gist
+from ds_silent.runs.report.tables import settings_of
+from ds_silent.runs.run import read_run
 from ds_silent.sinks.jsonl import JsonlSink
 from tests.support.made_records import Run
 
@@ -205,3 +207,17 @@ def test_the_likeliest_cause_is_on_the_first_screen_also_behind_a_number() -> No
     either = "Most likely, if rank 0 is wrong: its rows; if rank 1 is wrong: its loss."
     assert gist(f"It is off. Cosine -0.5. {either} So it is.") == f"It is off. {either}"
     assert gist("It is off. So it is.") == "It is off."
+
+
+def test_settings_are_shown_as_people_write_them(tmp_path: Path) -> None:
+    directory = bad_rank(tmp_path / "run")
+    settings = {"lr": 6e-4 * (1 + 2**-52), "betas": [0.9, 0.30000000000000004], "eps": 1e-8, "optimizer": "AdamW"}
+    assert str(settings["lr"]) != "0.0006"
+    facts = {"settings": {name: {"value": value, "from": "yours"} for name, value in settings.items()}}
+    (directory / "run.json").write_text(json.dumps(facts))
+    assert settings_of(read_run(directory)) == (
+        ("lr", "0.0006", "yours"),
+        ("betas", "[0.9, 0.3]", "yours"),
+        ("eps", "1e-08", "yours"),
+        ("optimizer", "AdamW", "yours"),
+    )
