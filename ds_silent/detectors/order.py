@@ -57,7 +57,7 @@ class OrderTest(Detector):
     """Follow the coverage of one run; ``repeats`` weighs the rows that single ranks take again."""
 
     key = "order"
-    stored = ("evidence", "mismatch_since", "low", "own", "lately")
+    stored = ("evidence", "mismatch_since", "low", "own", "lately", "noted")
 
     def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
         self._threshold, self._repeats = log_threshold, repeats
@@ -68,6 +68,7 @@ class OrderTest(Detector):
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._lately: Array = np.zeros(2)  # those, and all that came again: of all epochs, the older the less
         self._copies = self._elsewhere = False
+        self._noted: int | None = None  # since when the copies of the data come that were noted, once
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -174,7 +175,9 @@ class OrderTest(Detector):
             key: EventKind = "data-order-mismatch"
             score, since = self._score, self._mismatch_since
             found = Finding(key, key, severity, ranks, "sampler", score, self._threshold, message, remedy, since)
-            findings.append(found.by_chance())
+            self._noted = since if self._noted is None and self._copies else self._noted
+            if not self._copies or self._noted == since:
+                findings.append(found.by_chance())
         if self._low is not None:
             since, seen = self._low
             message = (
@@ -194,7 +197,7 @@ class OrderTest(Detector):
         return {**super().state_dict(), "last": None if self._last is None else asdict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({"lately": [0.0, 0.0], **state})
+        super().load_state_dict({"lately": [0.0, 0.0], "noted": None, **state})
         self._score = float(mean_evidence(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
 
