@@ -205,13 +205,13 @@ class SteppedAgain(_WrongSteps):
 
     def _backward(self, root: Any) -> None:
         if self._applied and not self._inside:
-            self._count(bool(self._again))
+            self._row.count(bool(self._again), self._framework.step - 1)
             self._applied, self._again = [], self._again if self._row.times else ""
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._inside and any(_share(one, optimizer) for one in self._applied):
             own = optimizer in self._applied
-            self._again = "its step is called again" if own else "another optimizer that holds them steps, too"
+            self._again = "the same optimizer steps again" if own else "another optimizer, which holds them too, steps"
         self._inside += 1
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -223,8 +223,8 @@ class SteppedAgain(_WrongSteps):
         if self._row.times < _TIMES:
             return ()
         message = (
-            f"Parameters are stepped twice by the same gradient, since step {self._row.since}: behind the optimizer's "
-            f"step {self._again}, before another backward."
+            f"Parameters are stepped twice by the same gradient, since step {self._row.since}: {self._again} before "
+            "there is another backward."
         )
         remedy = "Do nothing if both are meant. Else give each parameter to one optimizer, and call its step once."
         return (Breach("again", "update-mismatch", "info", "optimizer.step()", message, remedy, self._row.since),)

@@ -140,7 +140,7 @@ class FrozenBeside(Rule):
 
         So it is with an average of the weights, of which often one rank's alone is used.
         """
-        message = f"{name} lies outside the observed model and is not trained, and its weights differ between ranks"
+        message = f"{name} lies outside the observed model, nothing trains it, and its weights differ between ranks"
         remedy = (
             "Seed or load it alike on every rank, before code that draws on one rank alone. Do nothing if each rank is "
             "meant to have its own, or if one rank's alone is used."
@@ -170,7 +170,8 @@ def _frozen_beside(model: nn.Module) -> Iterator[tuple[str, str, bool, ReadLater
         hashes = [torch.stack([_hash(weight) for weight in one.parameters()]).sum(0) for one in alike]
         values = torch.stack(hashes).sum(0)  # Python's order of several is none
         thing = f"frozen:{kind.__name__}:{len(alike)}:{short_hash(shapes)}"
-        yield thing, kind.__name__, (kind, shapes) in twins, ReadLater(values)
+        name = f"{kind.__name__} of {sum(map(torch.Size.numel, shapes)):,} weights"
+        yield thing, name, (kind, shapes) in twins, ReadLater(values)
 
 
 def _is_frozen(module: nn.Module, held: Container[int]) -> bool:

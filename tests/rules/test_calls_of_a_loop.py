@@ -302,6 +302,13 @@ def test_a_clipping_is_dated_by_its_first_step(kind: str, runs: Path) -> None:
     assert ", since step 1" in event["message"]
 
 
+def test_a_step_that_comes_twice_is_dated_by_its_first(runs: Path) -> None:
+    for kind, who in (("stepped twice", "another optimizer, which holds them too,"), ("by one", "the same optimizer")):
+        directory = next(one for one in TOLD if one.startswith("stepped") and one.endswith(kind))
+        [event] = read_events(runs / directory / "events.jsonl")
+        assert f"by the same gradient, since step 1: {who} steps" in event["message"]
+
+
 @pytest.mark.parametrize("kind", MEANT)
 def test_what_is_meant_is_silent(kind: str, runs: Path) -> None:
     assert _found(runs / kind) == []

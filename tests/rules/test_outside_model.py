@@ -135,10 +135,10 @@ class Part(nn.Sequential):
 
 
 UNLIKE = {
-    "frozen, other weights on rank 1": ("warning", "Teacher"),
-    "in evaluation mode, other weights on rank 1": ("warning", "Teacher"),
-    "inside a loss, other weights on rank 1": ("warning", "Loss"),
-    "a copy of the model, other weights on rank 1": ("info", "Part"),
+    "frozen, other weights on rank 1": ("warning", "Teacher of 144 weights"),
+    "in evaluation mode, other weights on rank 1": ("warning", "Teacher of 144 weights"),
+    "inside a loss, other weights on rank 1": ("warning", "Loss of 144 weights"),
+    "a copy of the model, other weights on rank 1": ("info", "Part of 144 weights"),
 }
 ALIKE = (
     "frozen",
