@@ -3,7 +3,8 @@
 A script that evaluates between two steps calls ``model.eval()``, and has to call ``model.train()`` behind it. Where it
 does not, dropout is off and BatchNorm's running statistics stand still from then on, on every rank alike, and the loss
 falls. A model that was never trained in training mode is meant so, and so is one whose normalisations alone are in
-evaluation mode. Silent: a change of mode that no evaluation preceded, and models without such modules.
+evaluation mode. A note where a new optimizer steps from then on: a stage of its own may be meant so. Silent: a change
+of mode that no evaluation preceded, and models without such modules.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import dropout_probabilities
+from ds_silent.records import Severity
 from ds_silent.rules.language_models import pretrained
 from ds_silent.rules.rule import Breach, Rule
 
@@ -37,6 +39,8 @@ class TrainingMode(Rule):
         self._in_training = self._in_evaluation = False  # forwards with gradients since the last measured step
         self._steps = self._since = 0  # measured, all forwards of which were in evaluation mode; the first
         self._untrained = 0  # measured, in evaluation mode
+        self._optimizers: tuple[int, ...] = ()  # ids of those that stepped in training mode last
+        self._stage = False  # others step since the model is trained in evaluation mode
         self._drops: bool | None = None  # the model has dropout, once that was looked at
         self._off = ""  # what evaluation mode switches off
 
@@ -60,8 +64,12 @@ class TrainingMode(Rule):
         self._steps = self._steps + 1 if stays else 0
         self._untrained = self._untrained + 1 if self._in_evaluation else 0
         self._in_training = self._in_evaluation = False
+        optimizers = tuple(map(id, self._framework.optimizers()))
+        if not stays:
+            self._optimizers = optimizers
         if self._steps == 1:
             self._since, self._off = self._framework.step, _switched_off(self._framework.module)
+            self._stage = optimizers != self._optimizers
         if self._steps < _STEPS or not self._off:
             return self._never()
         message = (
@@ -72,8 +80,12 @@ class TrainingMode(Rule):
             "Call model.train() behind each evaluation, before the next training forward. Go back to the checkpoint "
             "before this step if the model needs what was off."
         )
+        severity: Severity = "warning"
+        if self._stage:
+            severity, remedy = "info", f"Do nothing if the stage that begins there is meant so. Else: {remedy}"
+            message += " Another optimizer steps since then."
         where = "training mode"
-        return (Breach("mode", "update-mismatch", "warning", where, message, remedy, self._since, ("outlier-rank",)),)
+        return (Breach("mode", "update-mismatch", severity, where, message, remedy, self._since, ("outlier-rank",)),)
 
     def _never(self) -> tuple[Breach, ...]:
         """Note a model of transformers whose dropout is off since ``from_pretrained``, which sets evaluation mode."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import ds_silent
 from ds_silent.patches import Patches
+from ds_silent.rules.rule import Breach
 from ds_silent.rules.training_mode import TrainingMode
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import each, run_distributed
@@ -27,7 +28,13 @@ def model_of(drops: bool = True, norms: bool = False) -> nn.Sequential:
 
 def told(model: nn.Module, *acts: str, frozen: bool = False) -> list[list[str]]:
     """What was found at each step."""
-    framework: Any = SimpleNamespace(module=model, step=0)
+    return [[breach.message for breach in step] for step in breaches(model, *acts, frozen=frozen)]
+
+
+def breaches(model: nn.Module, *acts: str, frozen: bool = False, stage: int = 99) -> list[tuple[Breach, ...]]:
+    """``stage``: the step from which on another optimizer steps."""
+    optimizers = [object(), object()]
+    framework: Any = SimpleNamespace(module=model, step=0, optimizers=lambda: [optimizers[framework.step >= stage]])
     rule, patches, found = TrainingMode(framework), Patches(), []
     rule.connect(patches, lambda function, *given: function(*given))
     for act in acts:
@@ -38,7 +45,7 @@ def told(model: nn.Module, *acts: str, frozen: bool = False) -> list[list[str]]:
             model(torch.randn(3, 4))
         if act in (T, E):
             framework.step += 1
-            found.append([breach.message for breach in rule.breaches()])
+            found.append(rule.breaches())
     patches.undo()
     return found
 
@@ -73,6 +80,14 @@ def test_a_model_that_stays_in_evaluation_mode_is_told_until_it_is_trained_again
 )
 def test_what_may_be_meant_is_silent(model: nn.Module, acts: Any, frozen: bool) -> None:
     assert not any(told(model, *acts, frozen=frozen))
+
+
+@pytest.mark.parametrize(("stage", "severity"), [(3, "info"), (2, "warning"), (4, "warning"), (99, "warning")])
+def test_a_stage_with_an_optimizer_of_its_own_may_be_meant_so(stage: int, severity: str) -> None:
+    *_, [last] = breaches(model_of(), T, T, V, E, E, E, stage=stage)
+    assert last.severity == severity
+    assert last.message.endswith("Another optimizer steps since then.") is (severity == "info")
+    assert last.remedy.startswith("Do nothing if the stage") is (severity == "info")
 
 
 def trained(directory: str, everybody: bool) -> None:
