@@ -193,7 +193,8 @@ class SteppedAgain(_WrongSteps):
 
     def __init__(self, framework: Framework):
         super().__init__(framework)
-        self._applied: list[Any] = []  # optimizers that have stepped since the newest backward
+        self._held: dict[Any, frozenset[int]] = {}  # ids of an optimizer's parameters, by what its groups were
+        self._applied: list[tuple[Any, frozenset[int]]] = []  # what has stepped since the newest backward
         self._inside, self._again = 0, ""  # steps under way; what has applied a gradient once more
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -209,31 +210,39 @@ class SteppedAgain(_WrongSteps):
             self._applied, self._again = [], self._again if self._row.times else ""
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._inside and any(_share(one, optimizer) for one in self._applied):
-            own = optimizer in self._applied
-            self._again = "the same optimizer steps again" if own else "another optimizer, which holds them too, steps"
+        held = self._holds(optimizer)
+        for one, applied in self._applied if not self._inside else ():
+            if not held.isdisjoint(applied) and _have_gradients(optimizer, held & applied):
+                whose = "the same optimizer" if one is optimizer else "another optimizer, which holds them too,"
+                self._again = f"{whose} steps again"
         self._inside += 1
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._inside -= 1
         if not self._inside:
-            self._applied.append(optimizer)
+            self._applied.append((optimizer, self._holds(optimizer)))
+
+    def _holds(self, optimizer: Any) -> frozenset[int]:
+        """Return the ids of its parameters now: ZeRO steps one group at a time, which it puts in the place of all."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        key = id(optimizer), *((id(held[0]), len(held)) for held in groups if held)
+        if key not in self._held:
+            self._held[key] = frozenset(id(parameter) for held in groups for parameter in held)
+        return self._held[key]
 
     def breaches(self) -> tuple[Breach, ...]:
         if self._row.times < _TIMES:
             return ()
         message = (
             f"Parameters are stepped twice by the same gradient, since step {self._row.since}: {self._again} before "
-            "there is another backward."
+            "another backward."
         )
         remedy = "Do nothing if both are meant. Else give each parameter to one optimizer, and call its step once."
         return (Breach("again", "update-mismatch", "info", "optimizer.step()", message, remedy, self._row.since),)
 
 
-def _share(one: Any, other: Any) -> bool:
-    """Tell whether two optimizers hold a parameter that has a gradient."""
-    held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-    return any(p.grad is not None and id(p) in held for group in other.param_groups for p in group["params"])
+def _have_gradients(optimizer: Any, ids: frozenset[int]) -> bool:
+    return any(p.grad is not None and id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 class ScaledStep(_WrongSteps):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 import ds_silent
+from ds_silent.patches import Patches
+from ds_silent.rules.call_order import SteppedAgain
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
@@ -306,9 +309,31 @@ def test_a_step_that_comes_twice_is_dated_by_its_first(runs: Path) -> None:
     for kind, who in (("stepped twice", "another optimizer, which holds them too,"), ("by one", "the same optimizer")):
         directory = next(one for one in TOLD if one.startswith("stepped") and one.endswith(kind))
         [event] = read_events(runs / directory / "events.jsonl")
-        assert f"by the same gradient, since step 1: {who} steps" in event["message"]
+        assert f"by the same gradient, since step 1: {who} steps again before another" in event["message"]
 
 
 @pytest.mark.parametrize("kind", MEANT)
 def test_what_is_meant_is_silent(kind: str, runs: Path) -> None:
     assert _found(runs / kind) == []
+
+
+@pytest.mark.parametrize("each", ["a group at a time", "a tensor at a time", "all, twice"])
+def test_groups_that_are_stepped_one_by_one_are_no_second_step(each: str) -> None:
+    """As by ZeRO, which puts one group, or one tensor, in the place of all for each of its steps."""
+    model, patches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Patches()
+    optimizer = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
+    framework: Any = SimpleNamespace(step=1, parameters=list(model.parameters()), optimizers=lambda: [optimizer])
+    rule, groups = SteppedAgain(framework), optimizer.param_groups
+    rule.connect(patches, lambda function, *given: function(*given))
+    try:
+        for framework.step in range(1, 8):
+            model(torch.randn(3, 2)).sum().backward()
+            parts = [[group] for group in groups] if "at a time" in each else [groups, groups]
+            if each == "a tensor at a time":
+                parts = [[{**group, "params": [one]}] for group in groups for one in group["params"]]
+            for optimizer.param_groups in parts:
+                optimizer.step()
+            optimizer.param_groups = groups
+    finally:
+        patches.undo()
+    assert len(rule.breaches()) == (each == "all, twice")
