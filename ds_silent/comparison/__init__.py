@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -21,11 +22,10 @@ import numpy as np
 
 from ds_silent.comparison.defaults import setting_differences, version_differences
 from ds_silent.comparison.differences import Differences, differences
-from ds_silent.comparison.explanation import LOOKED_BEHIND, Case, Explanation, explain
+from ds_silent.comparison.explanation import LOOKED_BEHIND, Case, explain
 from ds_silent.comparison.judgement import ChainJudge
 from ds_silent.comparison.levels import Parting, Repetition, bounds_of
-from ds_silent.comparison.matching import ComparisonError
-from ds_silent.comparison.pairing import Pairs, StepPairs, pair_steps, pair_tensors
+from ds_silent.comparison.matching import ComparisonError, Pairs, pair_tensors
 from ds_silent.comparison.result import LINKS, LinkResult, State, TrainingComparison
 from ds_silent.trace import Head, Step, Trace, TraceError, read_trace
 
@@ -146,18 +146,18 @@ class _Comparer:
             one, other = next_a, next_b
 
     def _comparison(self, judge: ChainJudge, case: Case | None, last: int) -> TrainingComparison:
-        why = Explanation("") if case is None else explain(case)
+        cause, factor, layers = (None, None, ()) if case is None else explain(case)
         link = None if case is None else case.parting.link
         step = None if case is None else case.apart.a.step
         return TrainingComparison(
             case is not None,
             step,
-            why.layers[0] if why.layers else None,
+            layers[0] if layers else None,
             link,  # type: ignore[arg-type]  # one of them
-            why.factor,
-            why.cause or None,
+            factor,
+            cause,
             (*self.pairs.left_out, *self.steps.left_out, *self._unknown(judge)),
-            why.layers,
+            layers,
             None if case is None else case.apart.b.step,
             self.steps.by,
             self.steps.steps[0][0],
@@ -272,3 +272,47 @@ def _link(name: str, judge: ChainJudge, first: str | None, step: int | None) -> 
         state = "follows"
     curve = tuple(summary.curve)
     return LinkResult(name, state, summary.compared, summary.equal, parted, summary.largest, summary.share, curve)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPairs:
+    """Steps of A and of B, in their order."""
+
+    steps: tuple[tuple[int, int], ...]
+    by: str  # number, samples
+    left_out: tuple[str, ...]
+
+
+def pair_steps(a: Trace, b: Trace) -> StepPairs:
+    """Pair steps by their number; where the first have consumed other numbers of rows, by the rows consumed.
+
+    Raises ComparisonError where there is no step that both have.
+    """
+    steps, by = [(n, n) for n in sorted(set(a.steps) & set(b.steps))], "number"
+    first = {trace.at(steps[0][0]).samples for trace in (a, b)} - {None} if steps else set()
+    if not steps or len(first) == 2:  # a later step with another number is another step of rows
+        consumed = [{one.samples: one.step for one in trace if one.samples is not None} for trace in (a, b)]
+        both = sorted(set(consumed[0]) & set(consumed[1]))
+        if len(both) >= max(1, len(steps) // 2):
+            steps, by = [(consumed[0][samples], consumed[1][samples]) for samples in both], "samples"
+    if not steps:
+        extents = f"{_extent(a)} in A, {_extent(b)} in B"
+        raise ComparisonError(f"A and B have no step in common: {extents}; trace the same steps")
+    return StepPairs(tuple(steps), by, _beyond(a, b, len(steps)))
+
+
+def _beyond(a: Trace, b: Trace, used: int) -> tuple[str, ...]:
+    found = []
+    for trace, name, other in ((a, "A", "B"), (b, "B", "A")):
+        if more := len(trace) - used:
+            found.append(f"{more} step{'s' * (more != 1)} of {name} that {other} has not")
+        if trace.skipped:
+            found.append(f"{trace.skipped} torn or foreign line{'s' * (trace.skipped != 1)} of {name}'s trace")
+    return tuple(found)
+
+
+def _extent(trace: Trace) -> str:
+    return f"steps {trace.steps[0]} to {trace.steps[-1]}" if trace.steps else "none"

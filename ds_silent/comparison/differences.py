@@ -10,13 +10,14 @@ numbers. Norms of layers are those of their sketches: two whose tensors lie else
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.comparison.pairing import Pairs, TensorPair
+from ds_silent.comparison.matching import Pairs, Places, TensorPair
 from ds_silent.trace import Gradient, Step, Used
 
 Array = npt.NDArray[np.float64]
@@ -34,6 +35,8 @@ NORM_ERROR = 6.0
 """Standard errors of a norm by its sketch, where the two sketches have other signs."""
 RATE_ERROR = 1e-6
 """Relative; rates are computed in fp64 or kept in fp32."""
+MULTIPLE = 0.02
+"""Of the length, beside a multiple: the rest."""
 
 
 def unit_roundoff(dtype: str) -> float:
@@ -150,14 +153,20 @@ def same_rates(a: Step, b: Step) -> bool | None:
     return len(ones) == len(others) and all(relative(x, y) <= RATE_ERROR for x, y in zip(ones, others, strict=True))
 
 
+def values_at(step: Step, places: Places) -> Array:
+    """Return sampled weights of a step that has them."""
+    assert step.weights is not None
+    return step.weights[places].astype(float)
+
+
 def _known(*arrays: Any) -> bool:
     return all(one is not None for one in arrays)
 
 
 def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
     """The median element's difference over the tensor's root mean square; 0 of a small tensor that only noise moves."""
-    ones = [a.weights[pair.here].astype(float) for pair in pairs.tensors]  # type: ignore[index]
-    others = [b.weights[pair.there].astype(float) for pair in pairs.tensors]  # type: ignore[index]
+    ones = [values_at(a, pair.here) for pair in pairs.tensors]
+    others = [values_at(b, pair.there) for pair in pairs.tensors]
     sizes = np.array([(_rms(one), _rms(other)) for one, other in zip(ones, others, strict=True)]).reshape(-1, 2)
     usual = float(np.median(sizes.max(1))) if len(sizes) else 0.0
     found = []
@@ -182,9 +191,9 @@ def _strayed(pairs: Pairs, begin: Step, a: Step, b: Step) -> float:
     found = []
     for pair in pairs.tensors:
         if len(pair.here) and max(map(unit_roundoff, pair.dtypes)) <= UNIT_ROUNDOFF["fp32"]:
-            one = a.weights[pair.here].astype(float)  # type: ignore[index]
-            off = float(np.linalg.norm(b.weights[pair.there] - one))  # type: ignore[index]
-            way = float(np.linalg.norm(one - begin.weights[pair.here]))  # type: ignore[index]
+            one = values_at(a, pair.here)
+            off = float(np.linalg.norm(values_at(b, pair.there) - one))
+            way = float(np.linalg.norm(one - values_at(begin, pair.here)))
             if begin is a:  # they began apart: the way is not known, but is shorter than the weights are
                 way = 0.1 * float(np.linalg.norm(one))
             found.append(0.0 if off == 0.0 else off / way if way > 0.0 else math.inf)
@@ -270,8 +279,8 @@ def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Ste
     ones, others, weights, off, alike, sizes, ways = [], [], [], [], [], [], []
     ends: tuple[list[Array], list[Array]] = ([], [])
     for pair in pairs.tensors:
-        before, after = a.weights[pair.here].astype(float), next_a.weights[pair.here].astype(float)  # type: ignore[index]
-        start, end = b.weights[pair.there].astype(float), next_b.weights[pair.there].astype(float)  # type: ignore[index]
+        before, after = values_at(a, pair.here), values_at(next_a, pair.here)
+        start, end = values_at(b, pair.there), values_at(next_b, pair.there)
         one, other = after - before, end - start
         ones.append(one)
         others.append(other)
@@ -315,3 +324,47 @@ def unlike(one: float, other: float, correlation: float) -> bool:
 
 def _rms(values: Array) -> float:
     return float(np.sqrt(np.mean(values**2))) if len(values) else 0.0
+
+
+# -- multiples ---------------------------------------------------------------------------------------------------------
+
+
+def common_factor(gradient: Apart | None, rounding: float, places: Sequence[int] | None = None) -> float | None:
+    """Return the factor by which these layers, or all that count, are multiplied; None where they have none in common.
+
+    Args:
+        rounding: relative difference of a gradient that rounding explains.
+    """
+    if gradient is None:
+        return None
+    if places is None:
+        places = np.flatnonzero(gradient.share > 1e-3).tolist()
+    known = [_layer_factor(gradient, place, rounding) for place in places]
+    if not known or None in known:
+        return None
+    factors = np.array(known, dtype=float)
+    middle = float(np.median(factors))
+    return middle if np.ptp(factors) <= max(1e-3 * abs(middle), 0.1 * abs(middle - 1.0)) else None
+
+
+def _layer_factor(gradient: Apart, place: int, rounding: float) -> float | None:
+    """B's gradient of a layer over A's, where the one is a multiple of the other."""
+    ratio, cosine = float(gradient.ratio[place]), float(gradient.cosine[place])
+    if not math.isfinite(ratio) or ratio <= 0.0:
+        return None
+    if math.isnan(cosine):
+        return ratio
+    off = math.sqrt(max(0.0, 1.0 - cosine * cosine))
+    if off > max(MULTIPLE * min(1.0, abs(ratio - 1.0) * 5.0 + 0.005), 3.0 * rounding):
+        return None
+    return math.copysign(ratio, cosine)
+
+
+def multiple_of(one: Array, other: Array) -> float | None:
+    """``other`` = factor * ``one``, but for a small rest; None where it is not, or the factor is 1."""
+    squared = float(one @ one)
+    if not squared > 0.0 or not np.isfinite(other).all():
+        return None
+    factor = float(one @ other) / squared
+    rest = float(np.linalg.norm(other - factor * one) / max(np.linalg.norm(other), 1e-300))
+    return factor if rest <= MULTIPLE * min(1.0, 5.0 * abs(factor - 1.0)) and relative(factor, 1.0) > 1e-6 else None

@@ -1,7 +1,7 @@
 """Why two trainings part: what the numbers of the first step that parts, the settings and the rows say.
 
-    why = explain(Case(parting, apart, pairs, ...))
-    why.layers, why.factor, why.cause            # ("layers.1",), 1.001, "this layer's gradient alone, times 1.001"
+    cause, factor, layers = explain(Case(parting, apart, pairs, ...))
+    # "this layer's gradient alone, times 1.001", 1.001, ("layers.1",)
 
 Every sentence says what was measured; what it comes from is named only where a setting says so.
 """
@@ -9,26 +9,16 @@ Every sentence says what was measured; what it comes from is named only where a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from ds_silent.comparison.defaults import SettingDifference, explaining, setting_of
-from ds_silent.comparison.differences import Array, Differences, relative
-from ds_silent.comparison.factors import (
-    SIMPLE,
-    common_factor,
-    counts_of,
-    layer_factor,
-    multiple_of,
-    ratio_name,
-    shared_factor,
-    times,
-)
+from ds_silent.comparison.differences import Array, Differences, common_factor, multiple_of, relative, values_at
 from ds_silent.comparison.levels import Bounds, Parting
-from ds_silent.comparison.matching import coarse
-from ds_silent.comparison.pairing import Pairs
+from ds_silent.comparison.matching import Pairs, coarse, listed
 from ds_silent.trace import Head, Rows, Trace
 
 Said = tuple[str, float | None, str]
@@ -36,6 +26,7 @@ Said = tuple[str, float | None, str]
 LOOKED_AROUND = 32  # steps, for the rows of this one
 LOOKED_BEHIND = 1000  # steps, for how many have other rows
 AHEAD = 2  # steps at which a schedule must be a step ahead
+SIMPLE = 1e-3  # relative, of a factor that is a simple ratio
 
 
 @dataclass(frozen=True)
@@ -55,17 +46,8 @@ class Case:
     later: tuple[tuple[int, int], ...] = ()  # the pairs of steps behind it
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Layers in the order of computation, the first one first."""
-
-    cause: str
-    factor: float | None = None
-    layers: tuple[str, ...] = ()
-
-
-def explain(case: Case) -> Explanation:
-    """Say what parted, with the setting that explains it."""
+def explain(case: Case) -> tuple[str, float | None, tuple[str, ...]]:
+    """Say what parted, with the setting that explains it; the factor; and the layers in the order of computation."""
     asked: dict[str, Callable[[Case], Said]] = {
         "rows": _rows, "weights": _weights, "loss": _loss, "local": _gradient, "reduced": _reduced,
         "applied": _applied, "update": _update, "rates": _rates,
@@ -79,7 +61,7 @@ def explain(case: Case) -> Explanation:
     setting = explaining(case.parting.link, case.settings, likely)
     if setting is not None:
         cause += f" ({setting.sentence})"
-    return Explanation(cause, factor, _layers(case))
+    return cause, factor, _layers(case)
 
 
 def _layers(case: Case) -> tuple[str, ...]:
@@ -132,8 +114,8 @@ def _step_with(trace: Trace, rows: Rows, near: int) -> int | None:
 
 def _weights(case: Case) -> Said:
     chosen = [case.pairs.tensors[place] for place in case.parting.places]
-    ones = [case.apart.a.weights[one.here].astype(float) for one in chosen]  # type: ignore[index]
-    others = [case.apart.b.weights[one.there].astype(float) for one in chosen]  # type: ignore[index]
+    ones = [values_at(case.apart.a, one.here) for one in chosen]
+    others = [values_at(case.apart.b, one.there) for one in chosen]
     what = "initial weights" if case.apart.a.step <= 1 else "weights"
     total = sum(len(one.here) > 0 for one in case.pairs.tensors)
     many = f"in {len(chosen)} of {total} tensors" if len(chosen) < total else "in all tensors"
@@ -143,7 +125,7 @@ def _weights(case: Case) -> Said:
                 return f"other {what}: B's {other.other} holds A's {one.name}", None, ""
     factor = multiple_of(np.concatenate(ones), np.concatenate(others))
     if factor is not None:
-        return f"{what} {times(factor)} A's, {many}", factor, "init"
+        return f"{what} {_times(factor)} A's, {many}", factor, "init"
     if all(np.array_equal(_bf16(one), _bf16(other)) for one, other in zip(ones, others, strict=True)):
         return f"{what} that agree in 8 binary digits only: one training rounds them to bf16", None, "precision"
     return f"other {what}, {many}", None, "seed"
@@ -168,12 +150,12 @@ def _loss(case: Case) -> Said:
     if not (math.isfinite(one) and math.isfinite(other)):
         return f"the loss is {one:.6g} in A and {other:.6g} in B", None, ""
     ratio = other / one if one else math.inf
-    common = common_factor(case.apart.local, case.bounds)
+    common = common_factor(case.apart.local, case.bounds.gradient)
     weighed = _objective(case)
     if common is not None and relative(common, ratio) < min(0.01, 0.2 * abs(ratio - 1.0)):
-        return f"the loss and every gradient are {times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
-    if (simple := ratio_name(ratio, counts_of(*case.heads, case.apart), case.bounds)) is not None:
-        return f"the loss is {times(ratio)} A's{simple}{weighed}", ratio, "loss"
+        return f"the loss and every gradient are {_times(ratio)} A's{_named(ratio, case)}{weighed}", ratio, "loss"
+    if simple := _ratio(ratio, case):
+        return f"the loss is {_times(ratio)} A's{simple}{weighed}", ratio, "loss"
     if weighed:
         return f"the loss {one:.6g} is {other:.6g}{weighed}", ratio, "loss"
     size = f"the loss {one:.7g} is {other:.7g} in B on the same rows and weights"
@@ -203,18 +185,16 @@ def _objective(case: Case) -> str:
 def _gradient(case: Case) -> Said:
     gradient = getattr(case.apart, case.parting.link)
     weighed = _objective(case)
-    common = common_factor(gradient, case.bounds)
+    common = common_factor(gradient, case.bounds.gradient)
     if common is not None and len(case.parting.places) == len(gradient.ratio):
-        return f"the gradient of every layer is {times(common)} A's{_named(common, case)}{weighed}", common, "accum"
+        return f"the gradient of every layer is {_times(common)} A's{_named(common, case)}{weighed}", common, "accum"
     places = list(case.parting.places)
-    lost = [place for place in places if not math.isfinite(gradient.relative[place])]
-    if lost:
+    if not np.isfinite(gradient.relative[places]).all():
         return "one of the two gradients is not finite", None, "loss scale"
-    factors = {place: layer_factor(gradient, place, case.bounds) for place in places}
     only = "this layer's gradient alone" if len(places) == 1 else f"the gradient of {len(places)} layers"
-    shared = shared_factor([factors[place] for place in places])
+    shared = common_factor(gradient, case.bounds.gradient, places)
     if shared is not None:
-        return f"{only}, {times(shared)} A's{_named(shared, case)}", shared, ""
+        return f"{only}, {_times(shared)} A's{_named(shared, case)}", shared, ""
     cosine = gradient.cosine[places[0] if len(places) == 1 else int(np.nanargmin(gradient.cosine))]
     turned = "" if math.isnan(cosine) or cosine > 0.9999 else f", in another direction (cosine {cosine:.4g})"
     far = f", by {case.parting.size:.2g} of its length"
@@ -241,21 +221,17 @@ def _reduced(case: Case) -> Said:
 
 
 def _applied(case: Case) -> Said:
-    one, other = case.apart.a, case.apart.b
-    assert one.applied is not None
-    assert other.applied is not None
     if case.parting.kind == "own":
         who = case.parting.culprit
         rest = f"{case.parting.size:.2g} of its length are left"
         return f"what {who}'s optimizer used is no multiple of its reduced gradient: {rest}", None, ""
-    factor = case.apart.factor
-    used = [step.applied.factor for step in (one, other)]  # type: ignore[union-attr]
-    norms = [None if step.reduced is None else step.reduced.norm for step in (one, other)]
     said = []
-    for name, c, norm in zip("AB", used, norms, strict=True):
-        clips = f"clips to {c * norm:.4g}" if 0.0 < c < 1.0 and norm is not None else f"uses {c:.4g} of it"
+    for name, step in (("A", case.apart.a), ("B", case.apart.b)):
+        assert step.applied is not None
+        c, reduced = step.applied.factor, step.reduced
+        clips = f"clips to {c * reduced.norm:.4g}" if 0.0 < c < 1.0 and reduced is not None else f"uses {c:.4g} of it"
         said.append(f"{name} {clips if c else 'leaves the step out'}")
-    return f"another clip factor: {', '.join(said)}", factor, "clip"
+    return f"another clip factor: {', '.join(said)}", case.apart.factor, "clip"
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -277,7 +253,7 @@ def _update(case: Case) -> Said:
         return f"{fewer} keeps 8 binary digits of the weights (bf16), the other more", None, "precision of what"
     factor = multiple_of(one, other)
     if factor is not None:
-        return f"the update is {times(factor)} A's, from the same gradient: {_names(case)}", factor, "lr"
+        return f"the update is {_times(factor)} A's, from the same gradient: {_names(case)}", factor, "lr"
     apart = other - one
     decay = multiple_of(weights, weights + apart)
     rate = next((rate for rate in case.apart.a.rates if rate), None)
@@ -309,10 +285,7 @@ def _fewer_digits(one: Array, other: Array) -> str:
 
 def _names(case: Case) -> str:
     tensors = sorted((case.pairs.tensors[place] for place in case.parting.places), key=lambda one: one.order)
-    if len(tensors) == len(case.pairs.tensors):
-        return "all tensors"
-    more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
-    return f"{', '.join(one.name for one in tensors[:2])}{more}"
+    return "all tensors" if len(tensors) == len(case.pairs.tensors) else listed([one.name for one in tensors], 2)
 
 
 def _rates(case: Case) -> Said:
@@ -352,11 +325,56 @@ def _leans(case: Case) -> Said:
     factor = case.parting.factor
     assert factor is not None
     what = "loss" if case.parting.link == "loss" else f"{case.parting.link} gradient's norm"
-    leans = f"leans to one side from here on: it is {times(factor)} A's"
+    leans = f"leans to one side from here on: it is {_times(factor)} A's"
     return f"each step is within rounding, but the {what} {leans}", factor, ""
 
 
 def _named(factor: float, case: Case) -> str:
     """What the factor counts; where the labels' weights say it themselves, no other guess than accumulation."""
-    found = ratio_name(factor, counts_of(*case.heads, case.apart), case.bounds) or ""
+    found = _ratio(factor, case)
     return found if "micro-batches" in found or not _objective(case) else ""
+
+
+def _times(factor: float) -> str:
+    """``1.001 times``."""
+    digits = f"{factor:.7f}".rstrip("0").rstrip(".") if 0.9 < abs(factor) < 1.1 else f"{factor:.5g}"
+    return f"{digits} times"
+
+
+def _ratio(factor: float, case: Case) -> str:
+    """What a factor counts, or the simple fraction that it is; nothing where it is none."""
+    if not math.isfinite(factor) or factor <= 0.0 or relative(factor, 1.0) < 0.02:
+        return ""
+    close = max(SIMPLE, case.bounds.gradient)
+    for value, words in _counts(case):
+        if relative(factor, value) <= close:
+            return f", {words}"
+    simple = Fraction(factor).limit_denominator(16)
+    if simple and max(simple.numerator, simple.denominator) <= 64 and relative(factor, float(simple)) <= close:
+        return f", a simple ratio ({simple})" if simple.denominator > 1 else ", a whole number"
+    return ""
+
+
+def _counts(case: Case) -> Iterator[tuple[float, str]]:
+    """Factors that a forgotten division makes, and what each of them counts."""
+    a, b = case.heads
+    for count_a, count_b, what in (
+        (a.micro_batches, b.micro_batches, "micro-batches"),
+        (a.ranks, b.ranks, "ranks"),
+        (a.ranks * a.micro_batches, b.ranks * b.micro_batches, "ranks times micro-batches"),
+    ):
+        for value, words in (
+            (count_b, f"as many as B's {what}, as if B did not divide by them"),
+            (1.0 / count_a, f"one over A's {what}, as if A did not divide by them"),
+            (count_b / count_a, f"as B's {what} to A's, as if neither divided by them"),
+            (1.0 / count_b, f"one over B's {what}, as if B divided by them twice"),
+            (count_a, f"as many as A's {what}, as if A divided by them twice"),
+        ):
+            if value != 1.0:
+                yield value, words
+    one, other = case.apart.a.objective, case.apart.b.objective
+    if one is not None and other is not None and one.labels > 0.0:
+        if one.labels != other.labels:
+            yield other.labels / one.labels, "as B's labels to A's"
+        yield other.labels, "as many as B's labels of the step"
+        yield 1.0 / one.labels, "one over A's labels"

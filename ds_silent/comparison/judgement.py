@@ -35,7 +35,7 @@ from ds_silent.comparison.levels import (
     largest,
     noise,
 )
-from ds_silent.comparison.pairing import Pairs
+from ds_silent.comparison.matching import Pairs
 
 SENSITIVITY = 1000.0  # of a gradient to weights that strayed, both relative; healthy trainings that diverge: up to 300
 APART_FROM_OTHERS = 50.0  # of one layer's difference to the median layer's; healthy trainings: up to 12

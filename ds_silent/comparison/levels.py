@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_silent.comparison.differences import Apart, Array, Differences, unit_roundoff
-from ds_silent.comparison.pairing import Pairs
+from ds_silent.comparison.matching import Pairs
 from ds_silent.trace import Head
 
 EARLY_STEPS = 3

@@ -1,9 +1,12 @@
-"""Which tensor of one training is which of another's, by names, by their first weights, by shape and order.
+"""Which tensor and layer of one training is which of another's; what has no counterpart is said.
 
-    sides = Side(head_a, first_weights_a), Side(head_b, first_weights_b)
-    for how, i, j, here, there in matched(*sides, names={}): ...
+    pairs = pair_tensors(head_a, head_b, weights_a, weights_b, names={})
+    pairs.tensors, pairs.layers, pairs.left_out
 
-What is paired leaves :attr:`Side.alone`.
+Tensors are paired by the user's map, by equal names, by names that differ in wrappers' prefixes, by the samples of
+their first weights (bits that are equal are no accident; also of q, k and v that one of the trainings has fused), and
+last by shape and order. Only samples of tensors that are laid out alike can be compared: of a transposed tensor that
+is next to none.
 """
 
 from __future__ import annotations
@@ -17,10 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_silent.trace import Head, Tensor, sampled
+from ds_silent.trace import Floats, Head, Tensor, sampled
 
 Places = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 WRAPPERS = {
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module"
 }  # fmt: skip
@@ -34,6 +36,147 @@ Key = Callable[[Tensor], Any]
 
 class ComparisonError(ValueError):
     """What was given cannot be compared; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """A tensor of A and one of B.
+
+    Attributes:
+        layer: place in :attr:`Pairs.layers`; -1 where gradients of its layer cannot be compared.
+        where: name of its layer in A.
+        order: in which the forward comes to it.
+        here, there: places of the same elements in the two steps' ``weights``.
+        how: map, name, prefix, weights, fused, order or transposed.
+    """
+
+    name: str
+    other: str
+    layer: int
+    where: str
+    order: int
+    here: Places
+    there: Places
+    how: str
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer of A and one of B that hold the same parameters.
+
+    Attributes:
+        a, b: places in the heads' layers.
+        order: in which the forward comes to it.
+        sketched: whether their sketches subtract; else only their norms are compared.
+    """
+
+    name: str
+    other: str
+    a: int
+    b: int
+    order: int
+    sketched: bool
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All that can be compared, and sentences on what cannot."""
+
+    tensors: tuple[TensorPair, ...]
+    layers: tuple[LayerPair, ...]
+    left_out: tuple[str, ...]
+    lonely: str = ""  # the first sentence on tensors without a counterpart
+
+
+def pair_tensors(a: Head, b: Head, first_a: Floats | None, first_b: Floats | None, names: Mapping[str, str]) -> Pairs:
+    """Pair the tensors and layers of two trainings.
+
+    Args:
+        first_a, first_b: sampled weights of the first step that both have; None where they are not known.
+        names: of A to names of B: tensors, or all that is below a name.
+
+    Raises:
+        ComparisonError: the map names what is not there.
+    """
+    here, there = Side(a, first_a), Side(b, first_b)
+    found = {(i, j): (how, own, other) for how, i, j, own, other in matched(here, there, names)}
+    lonely = [*_missing(here.alone, "A"), *_missing(there.alone, "B")]
+    left_out = list(lonely)
+    sums = {*untied(here), *(-1 - j for j in untied(there))}
+    layers, blurred = _layers(here, there, found, sums)
+    if sums:
+        left_out.append("gradients of weights that are tied in one training only: they are sums in that one")
+    by_norm = [one.name for one in layers if not one.sketched]
+    if by_norm:
+        left_out.append(f"the direction of the gradient in {listed(by_norm)}: its tensors lie elsewhere, norms only")
+    if blurred:
+        left_out.append(f"gradients of {listed(blurred)}: not all of its tensors have a counterpart")
+    of = {(one.a, one.b): place for place, one in enumerate(layers)}
+    tensors = []
+    for (i, j), (how, own, other) in sorted(found.items()):
+        one, two = here.head.tensors[i], there.head.tensors[j]
+        place, order = of.get((one.layer, two.layer), -1), i if one.order is None else one.order
+        where = here.head.layers[one.layer].name
+        tensors.append(TensorPair(one.name, two.name, place, where, order, own, other, how, (one.dtype, two.dtype)))
+    unseen = [one.name for one in tensors if not len(one.here)]
+    if unseen:
+        left_out.append(f"weights of {listed(unseen)}: laid out otherwise, no sampled element is in both")
+    return Pairs(tuple(tensors), layers, tuple(left_out), lonely[0] if lonely else "")
+
+
+def _layers(
+    here: Side, there: Side, found: Iterable[tuple[int, int]], sums: set[int]
+) -> tuple[tuple[LayerPair, ...], list[str]]:
+    """The layers whose tensors are each other's, and the names of the others of A."""
+    places = (here.offsets(), there.offsets())
+    of_a: dict[int, set[int]] = defaultdict(set)
+    of_b: dict[int, set[int]] = defaultdict(set)
+    same: dict[tuple[int, int], bool] = defaultdict(lambda: True)
+    broken_a = {here.head.tensors[i].layer for i in here.alone}
+    broken_b = {there.head.tensors[j].layer for j in there.alone}
+    for i, j in found:
+        one, two = here.head.tensors[i], there.head.tensors[j]
+        of_a[one.layer].add(two.layer)
+        of_b[two.layer].add(one.layer)
+        same[one.layer, two.layer] &= one.shape == two.shape and places[0][i] == places[1][j]
+        if i in sums or -1 - j in sums:
+            broken_a.add(one.layer)
+    sizes = min(here.head.layer_size, there.head.layer_size) and here.head.sketch_size == there.head.sketch_size
+    chosen, blurred = [], []
+    for a, others in of_a.items():
+        b = next(iter(others))
+        if len(others) == 1 and of_b[b] == {a} and a not in broken_a and b not in broken_b:
+            chosen.append((a, b, bool(sizes) and same[a, b]))
+        else:
+            blurred.append(here.head.layers[a].name)
+    order = _order(here.head)
+    return tuple(
+        LayerPair(here.head.layers[a].name, there.head.layers[b].name, a, b, order[a], sketched)
+        for a, b, sketched in sorted(chosen)
+    ), blurred
+
+
+def _order(head: Head) -> dict[int, int]:
+    """Where the forward comes to each layer first; where that is not known, where its first tensor is listed."""
+    first: dict[int, int] = {}
+    for place, one in enumerate(head.tensors):
+        at = place if one.order is None else one.order
+        first[one.layer] = min(first.get(one.layer, at), at)
+    return first
+
+
+def _missing(alone: Mapping[int, Tensor], side: str) -> list[str]:
+    return [f"only {side} trains {listed([one.name for one in alone.values()])}"] if alone else []
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+# -- the pairs, one way after the other --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -52,8 +195,9 @@ class Side:
     def places(self, index: int) -> Places:
         return np.arange(self.starts[index], self.starts[index + 1])
 
-    def values(self, index: int) -> Floats | None:
-        return None if self.weights is None else self.weights[self.starts[index] : self.starts[index + 1]]
+    def values(self, index: int) -> Floats:
+        assert self.weights is not None
+        return self.weights[self.starts[index] : self.starts[index + 1]]
 
     def offsets(self) -> list[int]:
         sizes = [-(-one.numel // ALIGNMENT) * ALIGNMENT for one in self.head.tensors]
@@ -170,7 +314,7 @@ def _by_weights(here: Side, there: Side) -> list[tuple[int, int]]:
     for side, keys in zip((here, there), sides, strict=True):
         for index, one in side.alone.items():
             values = side.values(index)
-            if values is not None and len(np.unique(values)) >= LEAST_SHARED:
+            if len(np.unique(values)) >= LEAST_SHARED:
                 keys[index] = one.shape, (coarse(values) if rounds else values).tobytes()
     return _in_order(*sides)
 
@@ -221,8 +365,6 @@ def _shared(parts: Side, run: Sequence[int], wholes: Side, j: int) -> list[Part]
         places = enumerate((offset + sampled(one.numel, one.samples)).tolist())
         own, other = np.array([(k, at[p]) for k, p in places if p in at], dtype=np.int64).reshape(-1, 2).T
         mine, theirs = parts.values(i), wholes.values(j)
-        assert mine is not None
-        assert theirs is not None
         if not np.array_equal(mine[own], theirs[other]):
             return None
         values += mine[own].tolist()
@@ -235,5 +377,5 @@ def untied(side: Side) -> list[int]:
     """Tensors with a counterpart that began as one without: they are one tensor in the other training."""
     if side.weights is None:
         return []
-    lonely = {values.tobytes() for i in side.alone if len(np.unique(values := side.values(i))) >= LEAST_SHARED}  # type: ignore[arg-type,union-attr]
-    return [i for i in range(len(side.head.tensors)) if i not in side.alone and side.values(i).tobytes() in lonely]  # type: ignore[union-attr]
+    lonely = {values.tobytes() for i in side.alone if len(np.unique(values := side.values(i))) >= LEAST_SHARED}
+    return [i for i in range(len(side.head.tensors)) if i not in side.alone and side.values(i).tobytes() in lonely]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_silent.comparison.matching import ALIGNMENT, ComparisonError, Side, coarse
-from ds_silent.comparison.pairing import Pairs, pair_tensors
+from ds_silent.comparison.matching import ALIGNMENT, ComparisonError, Pairs, Side, coarse, pair_tensors
 from ds_silent.framework import layers_of
 from ds_silent.maths.sketch import offsets_of
 from ds_silent.trace import SAMPLES, Head, Layer, Tensor, sampled
