@@ -17,27 +17,16 @@ from functools import partial
 from typing import Any
 
 from ds_silent.drill.faults import behind, inputs
-from ds_silent.drill.faults.fault import DYNAMIC, EARLY, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Fault, Where
-from ds_silent.drill.faults.injection import Maker, attempts, both, from_on, once, one
+from ds_silent.drill.faults.fault import DYNAMIC, EARLY, MAJORITY, MEAN, ORDERED_RETRY, PERIODIC, RETRY, Fault
+from ds_silent.drill.faults.injection import attempts, both, from_on, once, one
 from ds_silent.drill.faults.promises import FORMULA_FAULTS, PROMISE_FAULTS
 from ds_silent.records import EventKind
 
-
-def _before(
-    name: str, kinds: tuple[EventKind, ...], strikes: Where, make: Maker, description: str, **more: Any
-) -> Fault:
-    """Found before the training, by comparing the ranks."""
-    return Fault(name, one(make), description, "the odd rank", kinds, strikes, first_step=0, **more)
-
-
 _OUTLIER: tuple[EventKind, ...] = ("outlier-rank",)
 _CONFIG: tuple[EventKind, ...] = ("config-mismatch",)
-_SEED: tuple[EventKind, ...] = ("seed-mismatch",)
-_WEIGHTS: tuple[EventKind, ...] = ("initial-weights-mismatch",)
 _AGGREGATION: tuple[EventKind, ...] = ("aggregation-error",)
 _UNREDUCED: tuple[EventKind, ...] = ("unreduced-gradient",)
 _DRIFT: tuple[EventKind, ...] = ("replica-drift",)
-_REPLICATED = (0, 1, 2)  # under ZeRO-3 each number has one owner: no two ranks could disagree
 _REDUCED = (0, 1, 2)  # where the drill reaches into the reduction
 
 _missing = partial(behind.weighted_contribution, 0.0)
@@ -50,6 +39,12 @@ _damaged_always = both(once(behind.skipped), from_on(partial(behind.damaged_repa
 _duplicate = partial(Fault, who="all ranks", kinds=("duplicate-data",), strikes="data")
 _order = partial(Fault, who="all ranks", kinds=("data-order-mismatch", "low-coverage"), strikes="data")
 _non_finite = partial(Fault, who="the rank", kinds=("non-finite",), strikes="gradient")
+# found before the training, by comparing the ranks
+_before = partial(Fault, first_step=0, who="the odd rank", kinds=_CONFIG, strikes="hyper-parameter")
+_environment = partial(_before, strikes="environment")
+_seed = partial(_before, kinds=("seed-mismatch",), strikes="seed")
+# under ZeRO-3 each number has one owner: no two ranks could disagree
+_initial = partial(_before, kinds=("initial-weights-mismatch",), strikes="weights", stages=(0, 1, 2))
 # found by a sequential test, which has to see some steps first
 _outlier = partial(Fault, who="the odd rank", kinds=_OUTLIER, strikes="gradient", deterministic=False)
 _objective = partial(Fault, who="the odd rank", kinds=("objective-mismatch",), strikes="loss")
@@ -134,29 +129,28 @@ _DATA = (
 )
 
 _BEFORE = (
-    _before("torch-seed", _SEED, "seed", inputs.torch_seed, "one rank's torch generator has another state"),
-    _before("numpy-seed", _SEED, "seed", inputs.numpy_seed, "one rank's numpy generator has another state"),
-    _before("python-seed", _SEED, "seed", inputs.python_seed, "one rank's random module has another state"),
-    _before("initial-weights-tensor", _WEIGHTS, "weights", inputs.other_tensor,
-          "one tensor of one rank has other values", stages=_REPLICATED, not_applicable=_IN_SHARDS),
-    _before("initial-weights-bit", _WEIGHTS, "weights", inputs.other_bit, "one bit of one weight of one rank differs",
-          stages=_REPLICATED, not_applicable=_IN_SHARDS),
-    _before("learning-rate", _CONFIG, "hyper-parameter", partial(inputs.hyper_parameter, "lr", operator.mul),
+    _seed("torch-seed", one(inputs.torch_seed), "one rank's torch generator has another state"),
+    _seed("numpy-seed", one(inputs.numpy_seed), "one rank's numpy generator has another state"),
+    _seed("python-seed", one(inputs.python_seed), "one rank's random module has another state"),
+    _initial("initial-weights-tensor", one(inputs.other_tensor), "one tensor of one rank has other values",
+          not_applicable=_IN_SHARDS),
+    _initial("initial-weights-bit", one(inputs.other_bit), "one bit of one weight of one rank differs",
+          not_applicable=_IN_SHARDS),
+    _before("learning-rate", one(partial(inputs.hyper_parameter, "lr", operator.mul)),
           "one rank's learning rate is twice that of the others", size=2.0),
-    _before("weight-decay", _CONFIG, "hyper-parameter", partial(inputs.hyper_parameter, "weight_decay", operator.add),
+    _before("weight-decay", one(partial(inputs.hyper_parameter, "weight_decay", operator.add)),
           "one rank's weight decay is 0.05 more", size=0.05),
-    _before("config-value", _CONFIG, "hyper-parameter", inputs.config_value,
-          "one rank's ds_config clips gradients at another norm", size=0.3, not_applicable=_NO_CONFIG),
-    _before("environment-cublas", _CONFIG, "environment",
-          partial(inputs.environment, "CUBLAS_WORKSPACE_CONFIG", ":16:8"), "CUBLAS_WORKSPACE_CONFIG differs"),
-    _before("environment-omp", _CONFIG, "environment", partial(inputs.environment, "OMP_NUM_THREADS", "3"),
+    _before("config-value", one(inputs.config_value), "one rank's ds_config clips gradients at another norm", size=0.3,
+          not_applicable=_NO_CONFIG),
+    _environment("environment-cublas", one(partial(inputs.environment, "CUBLAS_WORKSPACE_CONFIG", ":16:8")),
+          "CUBLAS_WORKSPACE_CONFIG differs"),
+    _environment("environment-omp", one(partial(inputs.environment, "OMP_NUM_THREADS", "3")),
           "OMP_NUM_THREADS differs on one rank"),
-    _before("environment-nccl", _CONFIG, "environment", partial(inputs.environment, "NCCL_ALGO", "Tree"),
+    _environment("environment-nccl", one(partial(inputs.environment, "NCCL_ALGO", "Tree")),
           "NCCL_ALGO differs on one rank"),
-    _before("dropout-p", _CONFIG, "hyper-parameter", inputs.dropout_probability,
-          "one rank's dropout has p = 0 from the start", size=0.0),
+    _before("dropout-p", one(inputs.dropout_probability), "one rank's dropout has p = 0 from the start", size=0.0),
     # a wrapper's flat copies of the parameters are one piece
-    _before("optimizer-without-layer", _CONFIG, "hyper-parameter", inputs.optimizer_without_layer,
+    _before("optimizer-without-layer", one(inputs.optimizer_without_layer),
           "one rank's optimizer does not hold the last layer", stages=(0,), dtypes=("fp32",),
           not_applicable={"megatron-1": "the optimizer holds a rank's own shards, which have no name"}),
 )
