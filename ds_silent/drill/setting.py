@@ -49,7 +49,7 @@ FRAMEWORKS: Mapping[str, DrillFramework] = {
     ),
     "megatron": DrillFramework(
         "Megatron-core",
-        "train_megatron.MegatronTraining",
+        "train_torch.MegatronTraining",
         no_repair="ds_silent does not write weights with Megatron-core",
     ),
 }
