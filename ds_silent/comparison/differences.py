@@ -68,21 +68,18 @@ class Moved:
     Attributes:
         relative: median over the sampled elements of how far they are apart beyond what the weights' own digits lose,
             relative to the tensor's root mean square.
-        correlation: of the two updates.
+        unstable: whether nothing but rounding made the two updates.
         size: of A's and of B's, root mean square: (2, tensors).
-        a, b: the updates, one array per tensor; ``weights``: A's before them, ``ends``: both after them.
         way: as ``relative``, but of the whole way since the first step, and beyond twice the digits; 0 unless one of
             the two goes less than a third as far: what nothing but rounding moves goes as far in any direction.
+        ends: the steps of A and of B that have the weights behind it.
     """
 
     relative: Array
-    correlation: Array
+    unstable: npt.NDArray[np.bool_]
     size: Array
-    a: list[Array]
-    b: list[Array]
-    weights: list[Array]
-    ends: tuple[list[Array], list[Array]]
     way: Array
+    ends: tuple[Step, Step]
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ def _weights(pairs: Pairs, a: Step, b: Step) -> Array:
     usual = float(np.median(sizes.max(1))) if len(sizes) else 0.0
     found = []
     for one, other, size in zip(ones, others, sizes, strict=True):
-        noise = size.max() < SMALL * usual and unlike(size[0], size[1], _alike(one, other))
+        noise = size.max() < SMALL * usual and _unlike(one, other)
         found.append(0.0 if noise else _middle(np.abs(other - one), one, other))
     return np.array(found)
 
@@ -276,17 +273,10 @@ def _since(values: Array, origin: Any, places: Any) -> Array:
 
 
 def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Step, next_b: Step) -> Moved:
-    ones, others, weights, off, alike, sizes, ways = [], [], [], [], [], [], []
-    ends: tuple[list[Array], list[Array]] = ([], [])
+    off, unstable, sizes, ways = [], [], [], []
     for pair in pairs.tensors:
-        before, after = values_at(a, pair.here), values_at(next_a, pair.here)
-        start, end = values_at(b, pair.there), values_at(next_b, pair.there)
-        one, other = after - before, end - start
-        ones.append(one)
-        others.append(other)
-        weights.append(before)
-        ends[0].append(after)
-        ends[1].append(end)
+        after, end = values_at(next_a, pair.here), values_at(next_b, pair.there)
+        one, other = after - values_at(a, pair.here), end - values_at(b, pair.there)
         size = (_rms(one), _rms(other))
         sizes.append(size)
         largest = np.maximum(np.abs(after), np.abs(end))
@@ -295,9 +285,9 @@ def _moved(pairs: Pairs, begin: tuple[Step, Step], a: Step, b: Step, next_a: Ste
         far = (_rms(gone[0]), _rms(gone[1]))
         astray = _beyond_digits(pair, gone[0], gone[1], 2.0 * largest, max(far))
         ways.append(astray if 3.0 * min(far) < max(far) else 0.0)
-        alike.append(_alike(one, other))
-    size = np.array(sizes).reshape(-1, 2).T
-    return Moved(np.array(off), np.array(alike), size, ones, others, weights, ends, np.array(ways))
+        unstable.append(_unlike(one, other))
+    size_of_both = np.array(sizes).reshape(-1, 2).T
+    return Moved(np.array(off), np.array(unstable, bool), size_of_both, np.array(ways), (next_a, next_b))
 
 
 def _beyond_digits(pair: TensorPair, one: Array, other: Array, largest: Array, size: float) -> float:
@@ -312,14 +302,12 @@ def _beyond_digits(pair: TensorPair, one: Array, other: Array, largest: Array, s
     return float(np.median(np.maximum(apart - last_digit, 0.0)) / size)
 
 
-def _alike(one: Array, other: Array) -> float:
-    product = _rms(one) * _rms(other) * max(1, len(one))
-    return float(one @ other) / product if product > 0.0 else float(np.array_equal(one, other))
-
-
-def unlike(one: float, other: float, correlation: float) -> bool:
-    """Whether two updates are as long, and each has a direction of its own: rounding alone makes such."""
-    return -0.9 < correlation < UNSTABLE and min(one, other) > 0.5 * max(one, other)
+def _unlike(one: Array, other: Array) -> bool:
+    """Whether the two are as long, and each has a direction of its own: rounding alone makes such."""
+    lengths = _rms(one), _rms(other)
+    product = lengths[0] * lengths[1] * max(1, len(one))
+    correlation = float(one @ other) / product if product > 0.0 else float(np.array_equal(one, other))
+    return -0.9 < correlation < UNSTABLE and min(lengths) > 0.5 * max(lengths)
 
 
 def _rms(values: Array) -> float:

@@ -247,9 +247,11 @@ def _update(case: Case) -> Said:
     still = [name for name, size in zip("AB", moved.size, strict=True) if not size[list(places)].any()]
     if len(still) == 1:
         return f"{still[0]} does not move these weights: {_names(case)}", None, ""
-    one, other, weights = (np.concatenate([held[p] for p in places]) for held in (moved.a, moved.b, moved.weights))
-    fewer = _fewer_digits(*(np.concatenate([end[p] for p in places]) for end in moved.ends))
-    if fewer:
+    chosen = [case.pairs.tensors[place] for place in places]
+    here, there = np.concatenate([pair.here for pair in chosen]), np.concatenate([pair.there for pair in chosen])
+    weights, after, end = values_at(case.apart.a, here), values_at(moved.ends[0], here), values_at(moved.ends[1], there)
+    one, other = after - weights, end - values_at(case.apart.b, there)
+    if fewer := _fewer_digits(after, end):
         return f"{fewer} keeps 8 binary digits of the weights (bf16), the other more", None, "precision of what"
     factor = multiple_of(one, other)
     if factor is not None:

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff, unlike
+from ds_silent.comparison.differences import Apart, Array, Differences, Moved, unit_roundoff
 from ds_silent.comparison.levels import (
     EARLY_STEPS,
     FIRST_MARGIN,
@@ -223,7 +222,7 @@ class ChainJudge:
         allowed = self._allowed("update", level.allowed(carried))
         values = moved.relative.copy()
         if level.steps < EARLY_STEPS:
-            self.past.unstable |= set(map(int, np.flatnonzero((values > allowed) & _unstable(moved))))
+            self.past.unstable |= set(map(int, np.flatnonzero((values > allowed) & moved.unstable)))
         values[list(self.past.unstable)] = 0.0
         found = self._finding("update", values, allowed)
         return found if found is not None or self.parted else self._way(moved)
@@ -257,9 +256,3 @@ class ChainJudge:
 
 def _most(gradient: Apart, bounds: Bounds) -> float:
     return largest(np.where(noise(gradient, bounds), 0.0, gradient.relative))
-
-
-def _unstable(moved: Moved) -> npt.NDArray[np.bool_]:
-    """Tensors that move as far in both trainings, and each in a direction of its own."""
-    pairs = zip(*moved.size, moved.correlation, strict=True)
-    return np.array([unlike(*one) for one in pairs], dtype=bool)

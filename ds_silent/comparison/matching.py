@@ -66,13 +66,13 @@ class LayerPair:
     """A layer of A and one of B that hold the same parameters.
 
     Attributes:
+        name: in A.
         a, b: places in the heads' layers.
         order: in which the forward comes to it.
         sketched: whether their sketches subtract; else only their norms are compared.
     """
 
     name: str
-    other: str
     a: int
     b: int
     order: int
@@ -151,10 +151,8 @@ def _layers(
         else:
             blurred.append(here.head.layers[a].name)
     order = _order(here.head)
-    return tuple(
-        LayerPair(here.head.layers[a].name, there.head.layers[b].name, a, b, order[a], sketched)
-        for a, b, sketched in sorted(chosen)
-    ), blurred
+    pairs = [LayerPair(here.head.layers[a].name, a, b, order[a], sketched) for a, b, sketched in sorted(chosen)]
+    return tuple(pairs), blurred
 
 
 def _order(head: Head) -> dict[int, int]:
