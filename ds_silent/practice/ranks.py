@@ -43,7 +43,8 @@ PRELOADED = [
     "deepspeed.module_inject.auto_ep_layer",
 ]
 
-Task = Callable[[], None]
+Task = Callable[[Path, int], None]
+"""Called on a rank with the folder of all ranks' notes, and the rank."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -60,8 +61,7 @@ def on_ranks(
         RankBroke: one of them did not end well.
     """
     receiver, sender = _CONTEXT.Pipe(duplex=False)
-    tasks: list[Task] = [partial(_report, work, arguments, sender, rank == 0) for rank in range(ranks)]
-    with _started(tasks, daemon=True) as (processes, folder):
+    with _started(partial(_report, work, arguments, sender), ranks, daemon=True) as (processes, folder):
         sender.close()  # the ranks hold the only ends: when they are gone, the pipe ends
         yield from _messages(receiver, processes, folder, silence)
 
@@ -82,41 +82,38 @@ def results_of(
     Raises:
         RankBroke: another rank did, or the time was over.
     """
-    with tempfile.TemporaryDirectory(prefix="ds_silent_results_") as directory:
-        files = [Path(directory, f"result_{rank}") for rank in range(ranks)]
-        tasks: list[Task] = [partial(_keep, function, arguments, file) for file in files]
-        with _started(tasks, daemon=False) as (processes, folder):
-            deadline = time.monotonic() + timeout
-            while any(process.is_alive() for process in processes):
-                _refuse_broken(processes, folder, may_die, lines=None)
-                if time.monotonic() > deadline:
-                    slow = next(rank for rank, process in enumerate(processes) if process.is_alive())
-                    raise RankBroke(_last_words(folder, slow, f"did not end within {timeout:.0f} s", None))
-                time.sleep(0.02)
+    with _started(partial(_keep, function, arguments), ranks, daemon=False) as (processes, folder):
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes):
             _refuse_broken(processes, folder, may_die, lines=None)
+            if time.monotonic() > deadline:
+                slow = next(rank for rank, process in enumerate(processes) if process.is_alive())
+                raise RankBroke(_last_words(folder, slow, f"did not end within {timeout:.0f} s", None))
+            time.sleep(0.02)
+        _refuse_broken(processes, folder, may_die, lines=None)
+        files = [folder / f"result_{rank}" for rank in range(ranks)]
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]  # written by _keep
 
 
-def _report(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, first: bool) -> None:
-    work(sender.send if first else lambda message: None, *arguments)
+def _report(work: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, folder: Path, rank: int) -> None:
+    work(sender.send if rank == 0 else lambda message: None, *arguments)
 
 
-def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], file: Path) -> None:
-    file.write_bytes(pickle.dumps(function(*arguments)))
+def _keep(function: Callable[..., Any], arguments: tuple[Any, ...], folder: Path, rank: int) -> None:
+    (folder / f"result_{rank}").write_bytes(pickle.dumps(function(*arguments)))
 
 
 # -- the ranks ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _started(tasks: list[Task], daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
-    """Start a process for each task, and make the folder of their notes; kill what is left at the end."""
+def _started(task: Task, ranks: int, daemon: bool) -> Iterator[tuple[list[BaseProcess], Path]]:
+    """Start a process for each rank, and make the folder of their notes; kill what is left at the end."""
     _CONTEXT.set_forkserver_preload([*PRELOADED, "ds_silent.practice.frozen"])  # what is there of it
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported, in the fork server
     with tempfile.TemporaryDirectory(prefix="ds_silent_ranks_") as directory:
         processes: list[BaseProcess] = [
-            _CONTEXT.Process(target=_main, args=(task, rank, len(tasks), directory), daemon=daemon)
-            for rank, task in enumerate(tasks)
+            _CONTEXT.Process(target=_main, args=(task, rank, ranks, directory), daemon=daemon) for rank in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -151,7 +148,7 @@ def _main(task: Task, rank: int, ranks: int, directory: str) -> None:
             join()
         # later than DeepSpeed joins: for all-reduces of inference it would map and clear 66 MB on each rank
         os.environ["LOCAL_SIZE"] = str(ranks)
-        task()
+        task(Path(directory), rank)
         barrier()
         leave()
     except BaseException:
