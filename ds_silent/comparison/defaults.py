@@ -17,8 +17,9 @@ from ds_silent.text import shown
 from ds_silent.trace import Head
 
 SHARES = re.compile(
-    r"micro.?batch|world.?size|rank|\bhost|\bnode|\bport\b|device|output|path|dir\b|file|bucket|overlap|contiguous|"
-    r"zero_optimization\.stage|accumulation_steps|workers|thread|log|print|interval|update.s? (not )?check",
+    r"micro.?batch|world.?size|ranks\b|(local|global|node).?rank|\bhost|\bnode|\bport\b|device|output\b|path|dir\b|file|"
+    r"bucket|overlap|contiguous|zero_optimization\.stage|accumulation_steps|workers|thread|log(ging|s)?(\b|_)|print|"
+    r"interval|update.s? (not )?check",
     re.IGNORECASE,
 )
 """Names of settings that follow from another number of ranks, or move no number but by rounding."""
@@ -40,7 +41,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     ),
     "rates": ("lr", "rate", "schedule", "warmup"),
 }
-"""Link: parts of names of settings that can move it, the likeliest first."""
+"""Link: how words begin in names of settings that can move it, the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def explaining(link: str, found: Iterable[SettingDifference], likely: str = "") 
         likely = "optimizer" if candidates and candidates[0].name == "optimizer" else likely
     for word in (likely, *EXPLAINS.get(link, ())) if likely else EXPLAINS.get(link, ()):
         for one in candidates:
-            if word in one.name.lower():
+            if re.search(f"(?<![a-z]){re.escape(word)}", one.name.lower()):
                 return one
     return None
 

@@ -303,11 +303,11 @@ def _rates(case: Case) -> Said:
     factor = other / one if one else None
     steps = case.apart.a.step, case.apart.b.step
     for ahead, behind in ((1, 0), (0, 1)):
-        if all(
-            _rates_at(case.traces[behind], steps[behind] + 1 + later)
-            == _rates_at(case.traces[ahead], steps[ahead] + later)
-            for later in range(AHEAD)
-        ):
+        pairs = [
+            (_rates_at(case.traces[behind], steps[behind] + 1 + k), _rates_at(case.traces[ahead], steps[ahead] + k))
+            for k in range(AHEAD)
+        ]
+        if all(late is not None and late == early for late, early in pairs):
             said = f"{'AB'[ahead]}'s schedule is a step ahead of {'AB'[behind]}'s"
             return f"{said}: {one:.6g} in A, {other:.6g} in B", factor, "schedule"
     since = "" if case.first else " from this step on"

@@ -13,7 +13,7 @@ import pytest
 
 from ds_silent import trace
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
-from ds_silent.comparison.defaults import setting_differences
+from ds_silent.comparison.defaults import SHARES, SettingDifference, explaining, setting_differences
 from tests.comparison.conftest import Trained
 from tests.support.traced import Training, write
 
@@ -541,3 +541,29 @@ def test_the_result_is_frozen_and_complete(trained: Trained) -> None:
 def test_one_training_is_enough_for_a_test_of_the_writer(tmp_path: Path) -> None:
     one = write(Training(steps=2, model="mlp"), tmp_path / "a")
     assert not compare(one, one).parted
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("lora rank", False),
+        ("model: logit_scale", False),
+        ("model: output_dropout", False),
+        ("ranks", True),
+        ("LOCAL_RANK", True),
+        ("output_dir", True),
+        ("logging_steps", True),
+        ("hosts_file", True),
+    ],
+)
+def test_a_setting_that_only_shares_the_work_is_known_by_whole_words(name: str, shares: bool) -> None:
+    assert bool(SHARES.search(name)) is shares
+
+
+def test_a_word_of_a_setting_is_no_part_of_another() -> None:
+    """ "eps" stands in "steps", which said that the schedule's length has moved an update."""
+    found = [SettingDifference(name, 1, 2, "yours", "yours", False) for name in ("total_num_steps", "optimizer eps")]
+    named = explaining("update", found)
+    assert named is not None
+    assert named.name == "optimizer eps"
+    assert explaining("update", found[:1]) is None
