@@ -22,10 +22,9 @@ from typing import Any, BinaryIO, Literal
 from ds_silent.distributed.parts import ranks_of
 from ds_silent.json_form import FORMAT, newer_version
 from ds_silent.records import DataDealt
-from ds_silent.runs.columns import ScoreTable, StepTable
+from ds_silent.runs.columns import Layers, Matrices, ScoreTable, StepTable
 from ds_silent.runs.events import EventGroup, EventLog, RankPlace, places
 from ds_silent.runs.lines import MOST_RANKS, of, ranks, text, whole
-from ds_silent.runs.spread import Layers, Matrices
 from ds_silent.sinks.jsonl import LONGEST_LINE, newer_lines, parsed_line
 from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
 from ds_silent.sinks.run_directory import is_gone, run_directory, runs_of

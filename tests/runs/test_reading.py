@@ -15,8 +15,8 @@ import pytest
 
 from ds_silent.records import CoverageStats, Event, EventKind, Place, Score, Scores, to_json
 from ds_silent.runs import RunReader, read_run, verdict_of
+from ds_silent.runs.columns import Envelope, RankSpread
 from ds_silent.runs.run import ReadingError, find_runs
-from ds_silent.runs.spread import Envelope, RankSpread
 from ds_silent.sinks.jsonl import JsonlSink
 from ds_silent.sinks.per_rank import PerRankSink
 from tests.support.made_records import Run, make
