@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
 from typing import Any
 
 import typer
 
-from ds_silent.text import mistake
+from ds_silent.text import mistake, one_line
 
 
 def _option(about: str, metavar: str | None = None, *names: str, default: Any = None, **bounds: Any) -> Any:
@@ -242,9 +243,33 @@ def alert(
 
     Exit status: 0 all were sent, 1 some were not, 2 a mistake in what was typed.
     """
-    from ds_silent.commands.alert import alert_command
+    raise typer.Exit(max(_sent_a_test(to, timeout) for to in test))
 
-    raise typer.Exit(alert_command(test, timeout))
+
+def _sent_a_test(to: str, seconds: float) -> int:
+    from ds_silent.alerts.message import Alert
+    from ds_silent.alerts.senders import NotSent, sender_of
+    from ds_silent.alerts.sink import usable
+    from ds_silent.config.destination import TRACKERS, WrongDestination
+
+    try:
+        destination = usable(to)
+        if destination.form in TRACKERS or destination.form == "monitor":
+            must = "be reached without a training, because it belongs to a training's run"
+            remedy = "its alerts come with the first event; test a webhook, a mail or a command"
+            raise WrongDestination(must, f'"{destination}"', remedy)
+    except WrongDestination as error:
+        return mistake(f"a destination {error}")
+    text = "This is a test: alerts of ds_silent arrive here. No training is meant."
+    hosts = (one_line(socket.gethostname()),)
+    test = Alert("INFO: test of ds_silent's alerts", text, "info", "test", "no run", 0, (), hosts, "Nothing to do.")
+    try:
+        sender_of(destination, seconds)(test)
+    except NotSent as error:
+        mistake(f"nothing was sent to {destination}: {error}")
+        return 1
+    typer.echo(f"sent to {destination} ({destination.form})")
+    return 0
 
 
 @app.command()
@@ -314,11 +339,9 @@ def compare(
 
     Exit status: 0 they do not part, 1 they do, 2 a mistake in what was typed, or nothing to compare.
     """
-    from ds_silent.commands.compare_runs import CompareOptions, compare_command
+    from ds_silent.commands.compare_runs import compare_command
 
-    raise typer.Exit(
-        compare_command(runs, golden, CompareOptions(tolerance, names, json_path, junit, only_answer, curves, page))
-    )
+    raise typer.Exit(compare_command(runs, golden, tolerance, names, json_path, junit, only_answer, curves, page))
 
 
 @app.command()

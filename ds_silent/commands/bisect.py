@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_silent.commands.compare_runs import PARTED, TOGETHER
+from ds_silent.commands.measuring import write_json
 from ds_silent.comparison import ComparisonError, TraceError, TrainingComparison, compare
 from ds_silent.comparison.output import say
 from ds_silent.comparison.releases import Bisection, ImpossibleError, first_that_parts, laid_over, releases_between
@@ -71,9 +72,7 @@ def bisect_command(
             return one
 
         found = first_that_parts(releases, compared)
-        if json_path is not None:
-            text = json.dumps(to_json(_as_json(package, found)), indent=1, allow_nan=False)
-            Path(json_path).write_text(f"{text}\n", encoding="utf-8")
+        write_json(json_path, to_json(_as_json(package, found)))
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -23,20 +23,17 @@ TABLE = 120
 """Columns of a table."""
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    """As typed."""
-
-    tolerance: float | None = None
-    names: str | None = None
-    json_path: str | None = None
-    junit_path: str | None = None
-    brief: bool = False
-    curves: bool = False
-    page: str | None = None
-
-
-def compare_command(runs: Sequence[str], golden: str | None, options: CompareOptions) -> int:
+def compare_command(
+    runs: Sequence[str],
+    golden: str | None = None,
+    tolerance: float | None = None,
+    names: str | None = None,
+    json_path: str | None = None,
+    junit_path: str | None = None,
+    brief: bool = False,
+    curves: bool = False,
+    page: str | None = None,
+) -> int:
     """Print the answer and write what was asked for; return the exit status. ``golden``: takes the place of A."""
     given = [*([golden] if golden is not None else []), *runs]
     try:
@@ -45,22 +42,22 @@ def compare_command(runs: Sequence[str], golden: str | None, options: CompareOpt
             if golden is not None:
                 takes = "--golden takes the place of A; name B, and perhaps a repetition of the golden run"
             raise ComparisonError(f"{takes}, got {len(runs)}{' runs' * (golden is not None)}")
-        if options.curves:
-            return _curves(given, options.json_path)
-        found = compare(*given, tolerance=options.tolerance, names=options.names)
-        if options.json_path is not None:
-            write_json(found, options.json_path)
-        if options.junit_path is not None:
-            write_junit(found, options.junit_path)
-        if options.page is not None:
+        if curves:
+            return _curves(given, json_path)
+        found = compare(*given, tolerance=tolerance, names=names)
+        if json_path is not None:
+            write_json(found, json_path)
+        if junit_path is not None:
+            write_junit(found, junit_path)
+        if page is not None:
             from ds_silent.runs.report.page import comparison_page  # jinja2, for those who ask for it
 
-            Path(options.page).write_text(comparison_page(found), encoding="utf-8")
+            Path(page).write_text(comparison_page(found), encoding="utf-8")
     except (ComparisonError, TraceError, ReadingError) as error:
         return mistake(printable(str(error)))
     except OSError as error:
         return unwritten(error)
-    print_comparison(found, _console(), options.brief)
+    print_comparison(found, _console(), brief)
     return PARTED if found.parted else TOGETHER
 
 

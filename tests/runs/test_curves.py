@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_silent.commands.compare_runs import CompareOptions, compare_command
+from ds_silent.commands.compare_runs import compare_command
 from ds_silent.runs.curves import COMPARED, block_length, compare_curves, difference, mean_interval
 
 ANGLE = "mean of means angle"
@@ -85,10 +85,10 @@ def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = [json.loads(line)["loss"]["mean"] for line in (runs["higher in B"] / "metrics.jsonl").open()]
     assert found.difference == pytest.approx(np.mean(other) - noise.mean(), abs=1e-12)
     assert found.low < found.difference < found.high
-    assert compare_command([str(a), str(runs["lower in B"])], None, CompareOptions(curves=True)) == 0
+    assert compare_command([str(a), str(runs["lower in B"])], curves=True) == 0
     assert "lower in B" in capsys.readouterr().out
-    command = CompareOptions(curves=True, json_path=str(tmp_path / "found.json"))
-    assert compare_command([str(a), str(runs["too few steps"])], None, command) == 0
+    file = str(tmp_path / "found.json")
+    assert compare_command([str(a), str(runs["too few steps"])], curves=True, json_path=file) == 0
     (one,) = json.loads((tmp_path / "found.json").read_text())["curves"]
     assert (one["metric"], one["low"], one["verdict"]) == ("loss mean", "nan", "too few steps")
 
@@ -106,8 +106,8 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (short, "Over 40 steps no curve is shown to differ: too few steps for loss mean."),
         (a, every),
     ):
-        command = CompareOptions(curves=True, json_path=str(tmp_path / "found.json"))
-        assert compare_command([str(a), str(other)], None, command) == 0
+        file = str(tmp_path / "found.json")
+        assert compare_command([str(a), str(other)], curves=True, json_path=file) == 0
         said = capsys.readouterr().out.splitlines()
         assert said[:3] == [answer, f"A: {a}", f"B: {other}"]
         assert json.loads((tmp_path / "found.json").read_text())["sentence"] == answer
@@ -174,7 +174,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         ([a, b, a], "--curves takes two runs, A and B, got 3"),
         ([a, tmp_path / "none"], "none"),
     ):
-        assert compare_command([str(one) for one in runs], None, CompareOptions(curves=True)) == 2
+        assert compare_command([str(one) for one in runs], curves=True) == 2
         sentence = capsys.readouterr().err
         assert told in sentence
         assert sentence.count("\n") == 1
