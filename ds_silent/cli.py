@@ -227,7 +227,7 @@ def watch(
 
     Exit status: 0 healthy, 1 warnings, 3 errors, 4 stale, 5 no records yet, 2 a mistake in what was typed.
     """
-    from ds_silent.runs.watch.watch_command import watch_command
+    from ds_silent.runs.watch_command import watch_command
 
     raise typer.Exit(watch_command(run, once, as_json, stale, every, alert or []))
 

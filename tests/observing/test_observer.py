@@ -22,8 +22,8 @@ from ds_silent.exchange.collectives import let_gloo_end_first
 from ds_silent.measure.row_tracker import RowTracker
 from ds_silent.records import Event
 from ds_silent.runs import read_run, verdict_of
-from ds_silent.runs.watch.watch_command import HEALTHY, WARNING, status_of
-from ds_silent.runs.watch.watched import Watched
+from ds_silent.runs.watch_command import HEALTHY, WARNING, status_of
+from ds_silent.runs.watched import Watched
 from ds_silent.sinks.jsonl import read_events, read_metrics
 from ds_silent.sinks.run_directory import process_of
 from tests.support.collectives import Call, check_collectives, record_collectives

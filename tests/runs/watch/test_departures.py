@@ -9,7 +9,7 @@ import pytest
 
 from ds_silent.records import StepRecord, to_json
 from ds_silent.runs.lines import StepLine, read_step
-from ds_silent.runs.watch.watched import MOST, Departures
+from ds_silent.runs.watched import MOST, Departures
 from ds_silent.sinks.files import written_record
 from tests.support.made_records import Run, make
 

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 
 from ds_silent.runs.events import EventLine
 from ds_silent.runs.lines import METRICS
-from ds_silent.runs.watch.screen import BLOCKS, PLAIN, SORTS, ScreenState, draw, glyphs_for, most_scroll, rows_of
-from ds_silent.runs.watch.watch_command import keys_of
-from ds_silent.runs.watch.watched import Departure, RankRow, Snapshot
+from ds_silent.runs.screen import BLOCKS, PLAIN, SORTS, ScreenState, draw, glyphs_for, most_scroll, rows_of
+from ds_silent.runs.watch_command import keys_of
+from ds_silent.runs.watched import Departure, RankRow, Snapshot
 
 NOW = 1_000_000.0
 

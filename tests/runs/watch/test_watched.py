@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_silent.cli import app
-from ds_silent.runs.watch.watch_command import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
-from ds_silent.runs.watch.watched import Snapshot, Watched
+from ds_silent.runs.watch_command import ERROR, HEALTHY, NOTHING, STALE, WARNING, status_of
+from ds_silent.runs.watched import Snapshot, Watched
 from tests.runs.watch.runs import made, write, write_places
 from tests.sinks.example_records import event
 

@@ -29,8 +29,8 @@ from ds_silent.records import to_json
 from ds_silent.runs.events import in_words
 from ds_silent.runs.lines import METRICS
 from ds_silent.runs.run import ReadingError, find_runs, newest_of, newest_run
-from ds_silent.runs.watch.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
-from ds_silent.runs.watch.watched import RankRow, Snapshot, Watched
+from ds_silent.runs.screen import ScreenState, ago, draw, glyphs_for, most_scroll, rows_of
+from ds_silent.runs.watched import RankRow, Snapshot, Watched
 from ds_silent.text import mistake, printable
 
 try:

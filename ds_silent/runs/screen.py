@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ds_silent.runs.events import EventLine, in_words
 from ds_silent.runs.lines import METRICS, Metric
-from ds_silent.runs.watch.watched import RankRow, Snapshot
+from ds_silent.runs.watched import RankRow, Snapshot
 
 SORTS = ("departure", "rank", *METRICS)
 COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan", "ok": "green", "unknown": "dim"}
