@@ -11,6 +11,7 @@ from ds_silent.sinks.base import FanOut, Sink, SinkError
 from ds_silent.sinks.jsonl import JsonlSink, TraceSink
 from ds_silent.sinks.per_rank import PerRankSink
 from ds_silent.sinks.run_directory import FactsSink
+from ds_silent.sinks.tensorboard import TensorBoardSink
 from ds_silent.sinks.worker import Background
 
 __all__ = ["Background", "FanOut", "Sink", "SinkError", "open_files"]
@@ -33,9 +34,6 @@ def open_files(
         opened += [sink(directory) for sink in (JsonlSink, PerRankSink, FactsSink)]
         opened += [TraceSink(directory)] if trace else []
         if tensorboard:
-            # Importing it costs a second and needs an optional package, so only who wants it pays.
-            from ds_silent.sinks.tensorboard import TensorBoardSink
-
             opened.append(TensorBoardSink(Path(directory) / "tensorboard", resume_step=resume_step))
     except SinkError:
         FanOut(opened).close()

@@ -7,7 +7,6 @@ image = ranks_image(record.direction.per_rank, step=12)   # where the ranks are 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from numpy.typing import NDArray
 
 from ds_silent.extras import installed, missing_sentence
 from ds_silent.records import Matrix
-
-logger = logging.getLogger("ds_silent")
+from ds_silent.sinks.base import logger
 
 MAX_RANKS_WITH_VALUES = 16  # beyond, the numbers would overlap
 MAX_LABELS, MAX_LABELS_BELOW = 16, 8  # beside the lines, and below, where they are as wide as they are long

@@ -9,8 +9,6 @@ sink's own: a script's metrics stay the script's.
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
@@ -18,10 +16,9 @@ from typing import Any, get_args
 
 from ds_silent.metrics import METRICS
 from ds_silent.records import Event, EventKind, Severity, StepRecord
-from ds_silent.sinks.base import Sink
+from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import in_children
 
-logger = logging.getLogger("ds_silent")
 _Counts = Mapping[tuple[str, str], int]
 """By kind and severity."""
 
@@ -106,8 +103,8 @@ def open_prometheus(port: int, address: str, run: Callable[[], str]) -> Promethe
         )
         logger.warning(said, ascii(run()), ascii(address), port, error.strerror)
         return None
-    if hasattr(os, "register_at_fork"):  # a child, as a DataLoader's worker, would keep the port after its parent's end
-        in_children(server, lambda inherited: inherited.socket.close())
+    # a child, as a DataLoader's worker, would keep the port after its parent's end
+    in_children(server, lambda inherited: inherited.socket.close())
     logger.info("ds_silent: metrics at http://%s:%d/metrics", address, server.server_port)
 
     def end() -> None:

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import os
 import platform
 import re
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_silent.extras import version_of
 from ds_silent.records import DataDealt, StepRecord, to_json
-from ds_silent.sinks.base import Sink
+from ds_silent.sinks.base import Sink, logger
 from ds_silent.sinks.files import in_children, make_directory, refused
 from ds_silent.sinks.jsonl import parsed_line
 
@@ -44,7 +43,6 @@ try:
 except ImportError:  # no Unix: records can be read there
     fcntl = None  # type: ignore[assignment]
 
-logger = logging.getLogger("ds_silent")
 FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl")
 _CHUNK = 1 << 16
 _EXITING = 4  # PF_EXITING of Linux's include/linux/sched.h

@@ -20,6 +20,7 @@ from ds_silent.metrics import CHARTS, METRICS, RANK_METRICS
 from ds_silent.records import Event, StepRecord
 from ds_silent.sinks.base import SinkError
 from ds_silent.sinks.files import MOST_RANKS, is_drawn, make_directory
+from ds_silent.sinks.matrix_image import matrix_image, ranks_image
 from ds_silent.sinks.scalars import MAX_RANKS_DRAWN, CurvesSink, scalars
 from ds_silent.text import one_line
 
@@ -74,8 +75,6 @@ class TensorBoardSink(CurvesSink):
         self._pictures += 1
         if not is_drawn(self._pictures):
             return
-        from ds_silent.sinks.matrix_image import matrix_image, ranks_image  # imports matplotlib, which is slow
-
         if matrix is not None:
             tag, image = "matrix", matrix_image(matrix, step=record.step, method=record.direction.method)
         else:
@@ -119,7 +118,7 @@ class TensorBoardSink(CurvesSink):
 
 
 def summary_writer_type() -> type[SummaryWriter]:
-    """Return ``SummaryWriter``; SinkError where the package is not there."""
+    """Return ``SummaryWriter``, whose import takes a second; SinkError where the package is not there."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -29,7 +29,6 @@ child could never open: it waits for ``WAIT`` seconds at most.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import threading
@@ -41,9 +40,8 @@ from time import monotonic
 from typing import Any
 
 from ds_silent.records import Event, Scores, StepRecord
-from ds_silent.sinks.base import FanOut, Sink
+from ds_silent.sinks.base import FanOut, Sink, logger
 
-logger = logging.getLogger("ds_silent")
 LONGEST = 256
 """Entries that wait for one sink before a step waits for it."""
 WAIT = 2.0
