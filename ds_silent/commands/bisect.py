@@ -187,11 +187,7 @@ def _as_json(package: str, found: Bisection) -> dict[str, Any]:
         "parted": found.first is not None,
         "release": found.first,
         "last_alike": found.last_alike,
-        "step": first and first.step,
-        "layer": first and first.layer,
-        "link": first and first.link,
-        "factor": first and first.factor,
-        "cause": first and first.cause,
+        **{key: getattr(first, key, None) for key in ("step", "layer", "link", "factor", "cause")},
         "skipped": found.skipped,
         "releases": {release: one.sentence for release, one in found.comparisons.items()},
     }

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ds_silent.distributed.parts import listed
 from ds_silent.runs.columns import finite
 from ds_silent.runs.events import EventGroup
 from ds_silent.runs.lines import METRICS, of, text, whole
@@ -129,13 +130,11 @@ def verdict_of(run: RunRecords) -> RunVerdict:
         return RunVerdict(severity, sentence, checks, worst.ranks, worst.since, worst, len(groups) - 1)
     healthy = _healthy(run, checks) if len(run.steps) else ""
     if lost:
-        sentence = f"{lost}; until then {healthy[0].lower()}{healthy[1:]}" if healthy else f"{lost}."
+        sentence = f"{lost}; until then {_within(healthy)}" if healthy else f"{lost}."
         # an interrupt is somebody's wish, and no fault
         return RunVerdict("warning" if not run.interrupted else "ok" if healthy else "unknown", sentence, checks)
     if healthy and (count := run.unread("events.jsonl")):
-        sentence = (
-            f"{_unread(count, 'events.jsonl')}: a fault may be among them. Else {healthy[0].lower()}{healthy[1:]}"
-        )
+        sentence = f"{_unread(count, 'events.jsonl')}: a fault may be among them. Else {_within(healthy)}"
         return RunVerdict("warning", sentence, checks)
     if healthy:
         return RunVerdict("ok", healthy, checks)
@@ -153,13 +152,13 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         return own
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = _headline(group.message) or "What the optimizer applied is not the reduced gradient"
-        whose, plain = f"{who[:1].lower()}{who[1:]}", named(group.ranks, run.world_size) if who else ""
+        whose, plain = _within(who), named(group.ranks, run.world_size) if who else ""
         return said.replace(plain, whose, 1) if plain in said else f"{said} ({whose})"
     if group.kind == "observer-off" and group.severity == "error" and who:
         verb = "are" if group.total > 1 else "is"
         return f"{who} {verb} out of step with the rest, and nothing is known after that"
     if group.where == "hooks on gradients":
-        whose = f" ({who[0].lower()}{who[1:]})" if who and not everybody else ""
+        whose = f" ({_within(who)})" if who and not everybody else ""
         return f"A hook changes gradients on some ranks alone{whose}"
     if group.kind == "zero-gradient" and group.where not in ("", "gradient"):
         one, many = (f"{verb} a gradient of zero in {group.where}" for verb in ("has", "have"))
@@ -175,7 +174,12 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         return _AMONG_ALL[group.kind]
     if who and one:
         return f"{who} {many if group.total > 1 else one}"
-    return f"{said} ({who[0].lower()}{who[1:]})" if who else said
+    return f"{said} ({_within(who)})" if who else said
+
+
+def _within(sentence: str) -> str:
+    """Return it as it stands behind other words."""
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _headline(message: str) -> str:
@@ -213,9 +217,7 @@ def _healthy(run: RunRecords, checks: tuple[Check, ...]) -> str:
     said += noted(run)
     if not missing:
         return f"{said}."
-    more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
-    listed = missing if not more else missing[:3]
-    return f"{said}; not checked: {', '.join(listed)}{more}."
+    return f"{said}; not checked: {listed(missing, 3 if len(missing) > 4 else 4)}."
 
 
 def noted(run: RunRecords) -> str:
@@ -269,7 +271,7 @@ def _check(run: RunRecords, name: str, groups: Iterable[EventGroup], kinds: tupl
             state = _STATES[causes.get(worst.follows, worst).severity]
         if state != "noted" or not unobserved:
             who = run.who(worst)
-            why = f"{worst.kind}{f', {who[0].lower()}{who[1:]}' if who else ''}"
+            why = f"{worst.kind}{f', {_within(who)}' if who else ''}"
             return Check(name, state, why if worst.first == 0 else f"{why}, step {worst.since:,}")
     return Check(name, "not observed" if unobserved else "passed", unobserved or figure)
 

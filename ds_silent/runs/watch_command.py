@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from rich.console import Console, Group
 from rich.live import Live
 
+from ds_silent.distributed.parts import listed
 from ds_silent.records import to_json
 from ds_silent.runs.events import in_words
 from ds_silent.runs.lines import METRICS
@@ -103,12 +104,11 @@ def _runs_below(directory: Path) -> str:
         return ""
     if directory in found:
         return ""
-    shown = ", ".join(ascii(os.fspath(one)) for one in found[:_NAMED_RUNS])
-    more = f" and {len(found) - _NAMED_RUNS} more" if len(found) > _NAMED_RUNS else ""
+    shown = listed([ascii(os.fspath(one)) for one in found], _NAMED_RUNS)
     which = "one run" if len(found) == 1 else f"{len(found)} runs"
     newest = shlex.quote(os.fspath(newest_of(found)))
     return (
-        f"{os.fspath(directory)!a} holds no records itself, but {which} below: {shown}{more}; "
+        f"{os.fspath(directory)!a} holds no records itself, but {which} below: {shown}; "
         f"{'the newest: ' if len(found) > 1 else ''}ds-silent watch {newest}"
     )
 
