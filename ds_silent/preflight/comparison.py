@@ -179,15 +179,9 @@ def questions(items: Sequence[Item], apart: Sequence[int], room: int) -> tuple[l
     Only items that should be equal are put together: when ranks are equal in all of them, they are in each. The first
     of each group come before the second of any, so that no group is left without.
     """
-    numbers: Counter[Group] = Counter()
-    places = []
-    for index in apart:
-        item = items[index]
-        places.append((numbers[item.group] if item.expectation == "equal" else -1, index))
-        numbers[item.group] += item.expectation == "equal"
-    ordered = sorted(places)
-    least = sum(place < 0 for place, _ in ordered)
-    single = sorted(index for _, index in ordered[: max(room, least)])
+    alone = [index for index in apart if items[index].expectation != "equal"]
+    equal = _in_turns(items, [index for index in apart if items[index].expectation == "equal"])
+    single = sorted([*alone, *equal][: max(room, len(alone))])
     groups: dict[Group, list[int]] = {}
     for index in sorted(set(apart) - set(single)):
         groups.setdefault(items[index].group, []).append(index)

@@ -219,11 +219,8 @@ class Envelope:
                 self._done = [_joined(self._done[at : at + 2]) for at in range(0, len(self._done), 2)]
 
     def buckets(self) -> Buckets:
-        """Return the buckets of all steps so far."""
+        """Return the buckets of all steps so far, of which there must be one."""
         parts = self._with_rows() if self._rows else self._done
-        if not parts:
-            nothing = np.zeros((0, self.width), dtype=np.float32)
-            return Buckets(np.zeros((0, 2), dtype=np.int64), nothing, nothing)
         steps = np.array([(first, last) for first, last, *_ in parts], dtype=np.int64)
         return Buckets(steps, np.stack([low for *_, low, _ in parts]), np.stack([high for *_, high in parts]))
 

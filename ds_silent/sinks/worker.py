@@ -383,8 +383,7 @@ class Background(Sink):
 
     def _put(self, act: Callable[[Sink], None], urgent: bool = False) -> int:
         """Queue an entry for every sink; its number."""
-        if self._worker.is_parent:
-            self._wait_in_step(lambda: all(q.stuck or len(q.entries) < LONGEST for q in self._worker.queues))
+        self._wait_in_step(lambda: all(q.stuck or len(q.entries) < LONGEST for q in self._worker.queues))
         return self._worker.put(act, urgent)
 
     def _wait_in_step(self, done: Callable[[], bool]) -> None:

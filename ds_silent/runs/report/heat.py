@@ -32,8 +32,6 @@ def rank_tables(view: PlotContext) -> dict[Metric, Table]:
     tables: dict[Metric, Table] = {name: np.full((most, view.axis.bins), np.nan, dtype=np.float32) for name in METRICS}
     for ranks, envelope in parts:
         buckets = envelope.buckets()
-        if not len(buckets.steps):
-            continue
         whole = rebinned(view.axis, buckets.steps, buckets.low, buckets.high)
         for at, name in enumerate(METRICS):
             if name == "cosine" and ranks == 2:  # both have one cosine, with each other
