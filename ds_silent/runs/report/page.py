@@ -51,16 +51,6 @@ class Topic(NamedTuple):
     about: str
     panels: list[tuple[int, str, Panel]]  # number of the run, caption, drawing
 
-    @property
-    def small(self) -> bool:
-        """Whether several drawings of a run stand beside each other."""
-        return self.name == "scores"
-
-    @property
-    def wide(self) -> bool:
-        """Whether one of them wants all the room there is."""
-        return any(panel.wide for *_, panel in self.panels)
-
 
 def page_of(runs: Sequence[RunRecords]) -> str:
     """Return the page of these runs, whatever their records hold."""
