@@ -72,12 +72,12 @@ def bisect_command(
             return one
 
         found = first_that_parts(releases, compared)
+        _print_found(package, good, releases, found, console)
         write_json(json_path, to_json(_as_json(package, found)))
     except (ImpossibleError, ComparisonError, TraceError, ConfigError) as error:
         return mistake(printable(one_line(str(error))))
     except OSError as error:
         return unwritten(error)
-    _print_found(package, good, releases, found, console)
     return TOGETHER if found.first is None else PARTED
 
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ds_silent.config import ConfigError
 from ds_silent.practice.ranks import RankBroke
-from ds_silent.text import mistake
+from ds_silent.text import mistake, unwritten
 
 WIDTH = 120  # of what goes into a file or a pipe
 Result = TypeVar("Result")
@@ -61,5 +61,8 @@ def carried_out(
         mistake(f"a process broke, so nothing can be said: {error}")
         return 1
     show(result, console)
-    write_json(json_path, to_json(result))
+    try:
+        write_json(json_path, to_json(result))
+    except OSError as error:  # a full disk, a file that is not ours
+        return unwritten(error)
     return judge(result)

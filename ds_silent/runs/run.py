@@ -351,7 +351,7 @@ def read_run(directory: str | Path) -> RunRecords:
 
 
 def find_runs(directory: str | Path) -> list[Path]:
-    """Return the directories of runs in it, itself first: several engines or stages, runs one after another.
+    """Return the directories of runs in it, itself first: several engines or stages; of very many runs the newest.
 
     Raises ReadingError where it is not a directory, or there are no records in it.
     """
@@ -367,7 +367,8 @@ def find_runs(directory: str | Path) -> list[Path]:
         raise _no_directory(directory)
     if not found:
         raise ReadingError(f"{shown} holds no records of ds_silent; give the output_dir of a run that has begun")
-    return found[:_MOST_RUNS]
+    newest = sorted(found, key=lambda one: one.stat().st_mtime)[-_MOST_RUNS:]
+    return [one for one in found if one in newest]
 
 
 def newest_run(base: Path) -> Path:

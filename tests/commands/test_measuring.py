@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +59,12 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert run(lambda heard: asked.append(1) or 3, tmp_path / "nowhere" / "out.json") == 2
     assert not asked
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence_behind_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("no /dev/full here")
+    assert run(counting, "/dev/full") == 2
+    said = capsys.readouterr()
+    assert said.out == "measured 3\n"
+    assert said.err.startswith("ds-silent: the output cannot be written (No space left on device)")

@@ -524,3 +524,15 @@ def test_of_two_faults_of_one_step_the_first_told_is_the_first(tmp_path: Path) -
     worst = verdict_of(run).group
     assert worst is not None
     assert worst.kind == "duplicate-data"
+
+
+def test_of_very_many_runs_the_newest_are_read(tmp_path: Path) -> None:
+    for number in range(70):
+        run = tmp_path / f"r{number:02}"
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("")
+        os.utime(run, (1000 - number, 1000 - number))  # the first by name is the newest
+    assert [one.name for one in find_runs(tmp_path)] == [f"r{number:02}" for number in range(64)]
+    for number in range(70):
+        os.utime(tmp_path / f"r{number:02}", (number, number))
+    assert [one.name for one in find_runs(tmp_path)] == [f"r{number:02}" for number in range(6, 70)]

@@ -119,10 +119,10 @@ def _write(path: Path, text: str) -> None:
     """Write the whole page or nothing: a report may be read while it is made again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-            file.write(text.encode("utf-8", errors="replace"))
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+            file = Path(beside) / path.name
+            file.write_bytes(text.encode("utf-8", errors="replace"))
+            file.replace(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         sentence = f"the report cannot be written to {os.fspath(path)!a} ({reason}); choose another -o"

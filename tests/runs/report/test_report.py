@@ -221,3 +221,10 @@ def test_settings_are_shown_as_people_write_them(tmp_path: Path) -> None:
         ("eps", "1e-08", "yours"),
         ("optimizer", "AdamW", "yours"),
     )
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    code, _, said = report(bad_rank(tmp_path / "run"), "-o", tmp_path / "taken")
+    assert (code, "cannot be written" in said) == (2, True)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "taken"]
