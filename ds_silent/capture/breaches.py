@@ -142,17 +142,23 @@ def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_siz
     things = {breach.unlike: breach for breach, _ in told if breach.unlike}
     compared = ({key: ranks for key, (breach, ranks) in found.items() if breach.unlike == thing} for thing in things)
     pairs = zip(things.values(), compared, strict=True)
-    return *by_itself, *(_unlike(breach, list(parts.values()), world_size) for breach, parts in pairs if len(parts) > 1)
+    unlike = (_unlike(breach, list(parts.values()), world_size) for breach, parts in pairs if len(parts) > 1)
+    return *by_itself, *(one for one in unlike if one is not None)
 
 
-def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike:
-    """Word what is not the same on all ranks; blamed are those that differ from more than half of all."""
+def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike | None:
+    """Word what is not the same on all ranks; blamed are those that differ from more than half of all.
+
+    Where nobody is to blame it is a note: each rank may have its own. None where only some ranks have found the thing.
+    """
     parts = tuple(sorted((tuple(sorted(part)) for part in ranks), key=lambda part: (-len(part), part)))
     everybody = sum(map(len, parts)) == world_size
-    shown = "; ".join([*map(ranks_of, parts), *(() if everybody else ("…",))])
+    if not everybody and len(parts) < SPEAKERS:
+        return None
     blamed = outvoted(parts) if everybody else ()
-    one = _one(breach, blamed, world_size)
-    return replace(one, key=KEY + breach.unlike, message=f"{breach.message}: {shown}.")
+    one, shown = _one(breach, blamed, world_size), "; ".join([*map(ranks_of, parts), *(() if everybody else ("…",))])
+    severity = breach.severity if blamed else "info"
+    return replace(one, key=KEY + breach.unlike, message=f"{breach.message}: {shown}.", severity=severity)
 
 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:

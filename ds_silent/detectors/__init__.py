@@ -117,7 +117,14 @@ class Judge:
         self._episodes.told(event)
 
     def step(self, record: StepRecord, extras: Evidence) -> list[Event]:
-        """Return the events of one measured step, then its notes."""
+        """Return the events of one measured step, then its notes.
+
+        Of a step that nobody applies, such as one to warm up or to read gradients, little can be wrong.
+        """
+        if extras.left_out:
+            found = [one for kind in self._detectors if kind.of_any_step for one in kind.step(record, extras)]
+            self.scores = Scores(record.step, ())
+            return [event for finding in found for event in self._episodes.start(record.step, finding)]
         findings: list[Finding] = []
         scores: list[Score] = []
         notes: list[Event] = []

@@ -37,6 +37,8 @@ class BrokenNumbers(Detector):
     It may be all ranks' at last, but not from the beginning.
     """
 
+    of_any_step = True
+
     def __init__(self) -> None:
         self._no_loss: list[int] = []  # ranks whose loss and gradient are 0, though they have labels
         self._in_row = 0  # steps with these ranks; a resume forgets it

@@ -71,6 +71,7 @@ class Detector(Stored):
         key: the name of its entry in the judge's state; empty: what it remembers are entries of their own there.
         scores: of the newest step, whether they reach their thresholds or not.
         notes: events of the newest step that are no faults.
+        of_any_step: whether it also judges a step whose gradient the script has thrown away on all ranks.
 
     Several detectors, and the tests that they are made of, take ``log_threshold``: the log of the mean number of
     measured steps between their false alarms; ``words``: the framework's terms, for messages; ``sizes``: effects below
@@ -80,6 +81,7 @@ class Detector(Stored):
     key: str = ""
     scores: tuple[Score, ...] = ()
     notes: tuple[Event, ...] = ()
+    of_any_step = False
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return what is wrong at this step; ``before``: what the detectors before this one have found at it."""

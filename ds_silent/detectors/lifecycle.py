@@ -42,6 +42,7 @@ _EFFECTS: dict[EventKind, tuple[str, ...]] = {
     "replica-drift": ("outlier-rank", APPLIED),
     "unreduced-gradient": (APPLIED,),
     "objective-mismatch": ("outlier-rank",),
+    "weights-mismatch": ("outlier-rank",),
     "zero-gradient": ("outlier-rank",),
     "batch-size-mismatch": ("outlier-rank",),
     "duplicate-data": ("duplicate-data", "low-coverage"),
@@ -52,6 +53,7 @@ _BY_COMPARISON: tuple[EventKind, ...] = ("config-mismatch", "initial-weights-mis
 """Without a majority they name no rank, so that any rank may be the one that differs."""
 _OF_NOBODY: tuple[EventKind, ...] = ("aggregation-error",)  # whose gradient it is, is not always known
 _UNSURE = 4
+_SOON = 32  # steps, within which a statistic dates the beginning of what a fault of all ranks brings about
 _OF_ROWS = ("data-order-mismatch", "low-coverage")  # whose fault it is, is often not known from rows
 _OF_UPDATES = (
     *("learning rate", "weight decay", "betas", "eps", "optimizer", "hyper-parameters"),
@@ -113,7 +115,8 @@ def _explains(key: str, fault: OpenFault, finding: Finding, step: int) -> bool:
     if key == finding.key:
         return False
     if any(finding.key.startswith(effect) for effect in fault.effects):  # this one, however grave
-        return finding.since >= fault.since
+        soon = finding.log_excess is None or finding.since <= fault.since + _SOON
+        return finding.since >= fault.since and soon
     if not {finding.kind, finding.where} & fault.brings_about:
         return False
     began = fault.since - (fault.where in ELSEWHERE)  # what the step before is said to have left
@@ -158,6 +161,8 @@ def effects_of_settings(kind: EventKind, where: str | None) -> tuple[str, ...]:
 
 class SettingsDetector(Detector):
     """Report settings and code that differ between ranks, as :mod:`ds_silent.capture.settings_check` found."""
+
+    of_any_step = True
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         return setting_findings(evidence.unlike)

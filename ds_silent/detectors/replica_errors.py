@@ -21,6 +21,8 @@ SHOWN = 3
 class ReplicaErrors(Detector):
     """Report replicas that differ. They are compared now and then: what was found stands until the next comparison."""
 
+    of_any_step = True
+
     def __init__(self) -> None:
         self._found: list[Finding] = []
         self._equal_at: int | None = None  # the newest step at which they were seen equal

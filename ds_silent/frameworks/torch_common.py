@@ -389,7 +389,7 @@ def _states(module: nn.Module, optimizers: Sequence[Any]) -> list[tuple[int, int
     own = {id(one) for one in (*module.parameters(), *(master for _, master in masters_of(module, optimizers)))}
     held = [(one.state, parameters) for one in optimizers for parameters in groups_of([one])]
     return [
-        (g, p, state.get(one, {})) for g, (state, of) in enumerate(held) for p, one in enumerate(of) if id(one) in own
+        (g, p, state.get(one) or {}) for g, (state, of) in enumerate(held) for p, one in enumerate(of) if id(one) in own
     ]
 
 

@@ -282,6 +282,7 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         or f"{int(zeros.max())} {'more ' * (float(local.zeros.min()) > 0)}parameters",
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
+        left_out=context.update_skipped and not context.skipped and not bool(gathered.code.hyper_parameters.any()),
         micro_batches=tuple(gathered.loss.count.long().tolist()),
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),

@@ -80,8 +80,13 @@ class Publisher:
     def update_begins(self, idle: bool, step: int) -> None:
         """Report optimizers that step again and again and find no gradient; ``idle``: no backward reached the model."""
         self._idle = self._idle + 1 if idle else 0
-        if self._idle == _IDLE and self.recorder.writes:
+        if self._idle == _IDLE and self.recorder.writes and not self._script_has_gradients():
             self.recorder.report(nothing_trained(step - _IDLE + 1))
+
+    def _script_has_gradients(self) -> bool:
+        """Tell whether the script writes gradients itself, as evolution strategies do; once, since the device waits."""
+        held = [one.grad for one in self._capture.framework.parameters if one.grad is not None]
+        return any(bool((one.to_local() if hasattr(one, "to_local") else one).any()) for one in held)
 
     def cut_short(self, boundary: int) -> None:
         """Keep the context of a step that does not end, because the training does."""

@@ -47,7 +47,8 @@ class FirstLook(Rule):
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at the optimizers before their first step."""
-        patches.before_backward(functools.partial(safely, self._lost.look))
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, functools.partial(safely, self._lost.look))
 
     def breaches(self) -> tuple[Breach, ...]:
         if self._found is None:

@@ -2,8 +2,8 @@
 
 * ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
 * transformers' ``from_pretrained`` gives a model what its safetensors hold: a warning if its weights are others.
-* A checkpoint whose weights the model takes may hold the state of an optimizer and of a scheduler, too: a note if these
-  begin anew. So a resume forgets its moments and its place in the schedule, on every rank alike.
+* A checkpoint of which the model takes all weights may hold the state of an optimizer, too: a note if that begins anew.
+  So a resume forgets its moments, on every rank alike.
 
 :func:`watch_loads` sees them, where a whole process is observed.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
@@ -51,9 +49,9 @@ def _loads(original: Callable[..., Any], module: nn.Module, state_dict: Any, *ar
     result = original(module, state_dict, *args, **kwargs)
     _unlike_files.pop(module, None)
     _taken.pop(module, None)
-    if _checkpoints and (found := _source_of(state_dict)) is not None:
-        _taken[module] = found
     missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
+    if _checkpoints and not missing and (found := _source_of(state_dict)) is not None:
+        _taken[module] = found
     if missing and unexpected and len(unexpected) == len(state_dict):
         _vain_loads[module] = missing[0], unexpected[0], len(unexpected)
     else:
@@ -152,82 +150,71 @@ def unlike_file(framework: Framework) -> Breach | None:
 
 # -- the states beside the weights -------------------------------------------------------------------------------------
 
-_checkpoints: dict[str, tuple[tuple[str, ...], dict[int, ref[Tensor]]]] = {}
-"""Files that held the states of an optimizer or a scheduler: which, and the tensors that were read with them."""
-_taken: WeakKeyDictionary[nn.Module, tuple[str, tuple[str, ...]]] = WeakKeyDictionary()
-"""The modules that hold the weights of such a file."""
-_OPTIMIZER, _SCHEDULER = "an optimizer", "a learning-rate scheduler"
-_DEPTH = 3  # of dictionaries in a checkpoint
+_checkpoints: dict[str, tuple[bool, dict[int, ref[Tensor]]]] = {}
+"""Files that held the state of an optimizer: whether a scheduler's, too, and the tensors that were read with it."""
+_taken: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
+"""The modules that hold the weights of such a file, all of them."""
+_DEPTH, _ENTRIES = 3, 8  # of dictionaries in a checkpoint; of a list
 
 
 def _reads(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(file, *args, **kwargs)
     with contextlib.suppress(Exception):  # whatever it holds
         inner = list(_dictionaries(result, _DEPTH))
-        states = sorted({kind for one in inner if (kind := _state_of(one))}, reverse=True)
-        if states:
+        if any(one.get("state") and "param_groups" in one for one in inner):
+            scheduled = any("_step_count" in one and (one.get("last_epoch") or 0) > 0 for one in inner)
             tensors = (value for one in inner for value in one.values() if isinstance(value, Tensor))
-            _checkpoints[Path(str(file)).name] = tuple(states), {id(one): ref(one) for one in tensors}
+            _checkpoints[Path(str(file)).name] = scheduled, {id(one): ref(one) for one in tensors}
     return result
 
 
 def _dictionaries(value: Any, depth: int) -> Iterator[Mapping[Any, Any]]:
     if isinstance(value, Mapping):
         yield value
-        for inner in value.values() if depth > 1 else ():
-            yield from _dictionaries(inner, depth - 1)
+    held = value.values() if isinstance(value, Mapping) else value[:_ENTRIES] if isinstance(value, list) else ()
+    for inner in held if depth else ():
+        yield from _dictionaries(inner, depth - 1)
 
 
-def _state_of(found: Mapping[Any, Any]) -> str:
-    if found.get("state") and "param_groups" in found:
-        return _OPTIMIZER
-    return _SCHEDULER if "_step_count" in found and (found.get("last_epoch") or 0) > 0 else ""
-
-
-def _source_of(state_dict: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Return the file that was read for it, and which states that holds; tensors are known whatever their names."""
+def _source_of(state_dict: Any) -> tuple[str, bool] | None:
+    """Return the file that was read for it; tensors are known whatever their names."""
     values = [value for value in dict(state_dict).values() if isinstance(value, Tensor)]
-    for name, (states, tensors) in reversed(_checkpoints.items()):
+    for name, (scheduled, tensors) in reversed(_checkpoints.items()):
         if any((held := tensors.get(id(one))) is not None and held() is one for one in values):
-            return name, states
+            return name, scheduled
     return None
 
 
 class LostState:
-    """Look, before the first step, for an optimizer or scheduler that begins anew beside weights that do not."""
+    """Look, before the first step, for optimizers that begin anew beside weights that do not.
+
+    A resume takes all weights of the model; what takes a part of them is a fine-tuning.
+    """
 
     def __init__(self, framework: Framework):
         self._framework = framework
         self._found: tuple[Breach, ...] | None = None
 
-    def look(self, root: Any) -> None:
-        """Compare once what the model has loaded with what its optimizers hold."""
+    def look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Compare once what the model has loaded with what its optimizers hold, as the first of these steps."""
         if self._found is not None:
             return
-        model, optimizers = self._framework.module, list(self._framework.optimizers())
-        wrappers = [self._framework.wrapper] if isinstance(self._framework.wrapper, nn.Module) else []
-        taken = next((_taken[one] for one in (*wrappers, *model.modules()) if one in _taken), None)
         self._found = ()
-        if taken is None or not optimizers:
+        wrapper, optimizers = self._framework.wrapper, self._framework.optimizers()
+        wholes = [self._framework.module, *([wrapper] if isinstance(wrapper, nn.Module) else ())]
+        taken = next((_taken[one] for one in wholes if one in _taken), None)
+        if taken is None or any(one.state for one in optimizers):
             return
-        name, states = taken
-        schedulers = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-        anew = {
-            _OPTIMIZER: not any(one.state for one in optimizers),
-            _SCHEDULER: bool(schedulers) and not any(getattr(one, "last_epoch", 0) > 0 for one in schedulers),
-        }
-        lost = [state for state in states if anew[state]]
-        if lost:
-            message = (
-                f"The model has taken its weights from {name}, which also holds the state of {' and of '.join(lost)}: "
-                f"{'these begin' if len(lost) > 1 else 'this begins'} anew."
-            )
-            remedy = (
-                "Do nothing if this run is to start from those weights alone. Else call load_state_dict of the "
-                "optimizer and the scheduler, too, before the first step: it forgets moments and place in the schedule."
-            )
-            step = self._framework.step
-            self._found = (Breach("lost state", "update-mismatch", "info", name, message, remedy, step),)
+        name, scheduled = taken
+        message = (
+            f"The model has taken its weights from {name}, which also holds the state of an optimizer"
+            f"{' and of a learning-rate scheduler' * scheduled}, and the optimizer begins anew."
+        )
+        remedy = (
+            "Do nothing if this run is to start from those weights alone. Else call load_state_dict of the optimizer "
+            "and the scheduler, too, before the first step: it forgets moments and place in the schedule."
+        )
+        self._found = (Breach("lost state", "update-mismatch", "info", name, message, remedy, self._framework.step),)
 
     def breaches(self) -> tuple[Breach, ...]:
         """Return what was found."""

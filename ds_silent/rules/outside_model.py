@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_silent.device import ReadLater
@@ -27,12 +28,12 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.maths.fingerprint import short_hash, tensor_hash
 from ds_silent.patches import Patches
-from ds_silent.records import Severity
 from ds_silent.rules.rule import Breach, Rule
 
 _LOOKS, _ELEMENTS, _SHOWN = 8, 64, 3
 _NODES = 1 << 16
 _UNNAMED = "a parameter of no module"
+_USED_WITHIN = 4  # measured steps
 _HASHED = 4096  # elements of each weight of a frozen module
 _HARMLESS = {"_is_hf_initialized", "_no_weight_decay", "_no_reinit"}
 """Attributes of a weight that is whole; others may say which part of a weight it is."""
@@ -123,77 +124,114 @@ class OutsideModel(Rule):
 
 
 class FrozenBeside(Rule):
-    """Hash the modules that this rank holds beside the observed one and does not train, once."""
+    """Hash the modules beside the observed one that this rank's steps use and nothing trains.
+
+    They are found at the first measured step, and told at the second in which one was called: what only an evaluation
+    calls, or nobody, is none. Where its weights have changed by then it is not frozen, as an average is not.
+    """
 
     def __init__(self, framework: Framework):
         self._framework = framework
-        self._hashed: list[tuple[str, str, bool, ReadLater]] | None = None  # what is compared; its name; one is trained
-        self._since = 0
+        self._patches = Patches()  # hooks of the modules, until all is known
+        self._safely: Callable[..., Any] = lambda function, *given: function(*given)
+        self._found: list[_Frozen] | None = None
+        self._looks = self._since = 0
+        self._told: tuple[Breach, ...] = ()
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Let hooks end with the observation."""
+        self._safely = safely
+        patches.also(self._patches.undo)
 
     def breaches(self) -> tuple[Breach, ...]:
-        if self._hashed is None:
-            self._hashed, self._since = list(_frozen_beside(self._framework.module)), self._framework.step
-        return tuple(self._held(*one) for one in self._hashed if one[-1].ready)
-
-    def _held(self, thing: str, name: str, twin: bool, later: ReadLater) -> Breach:
-        """Return what is a fault where other ranks hold others; a note where a copy of it is trained.
-
-        So it is with an average of the weights, of which often one rank's alone is used.
-        """
-        message = f"{name} lies outside the observed model, nothing trains it, and its weights differ between ranks"
-        remedy = (
-            "Seed or load it alike on every rank, before code that draws on one rank alone. Do nothing if each rank is "
-            "meant to have its own, or if one rank's alone is used."
-        )
-        key = f"{thing}:{short_hash(later.values.tolist())}"
-        severity: Severity = "info" if twin else "warning"
-        effects = ("outlier-rank",)
-        return Breach(key, "weights-mismatch", severity, name, message, remedy, self._since, effects, unlike=thing)
+        self._looks += 1
+        if self._found is None:
+            self._since, self._found = self._framework.step, _frozen_beside(self._framework.module)
+            for one in self._found:
+                for module in one.called_by():
+                    call = partial(self._safely, one.is_called)
+                    self._patches.hook(module.register_forward_pre_hook, call)
+        elif self._found:
+            still = [one for one in self._found if one.later.ready and one.versions == one.versions_now()]
+            self._told = tuple(_unlike(one, self._since) for one in still if one.called)
+            if self._looks > _USED_WITHIN:
+                self._patches.undo()
+                self._found = []
+        return self._told
 
 
-def _frozen_beside(model: nn.Module) -> Iterator[tuple[str, str, bool, ReadLater]]:
+class _Frozen:
+    """Modules of one form that nothing trains, and a hash of the weights of all of them."""
+
+    def __init__(self, name: str, shapes: tuple[torch.Size, ...], alike: list[nn.Module]):
+        self._modules = alike
+        self.thing = f"frozen:{name}:{len(alike)}:{short_hash(shapes)}"
+        self.name = f"{name} of {sum(map(torch.Size.numel, shapes)):,} weights"
+        self.versions, self.called = self.versions_now(), False
+        hashes = [torch.stack([tensor_hash(one.detach().reshape(-1)[:_HASHED]) for one in _held_by(m)]) for m in alike]
+        self.later = ReadLater(torch.stack([one.sum(0) for one in hashes]).sum(0))  # their order is Python's, or none
+
+    def versions_now(self) -> list[int]:
+        return [one._version for module in self._modules for one in _held_by(module)]
+
+    def called_by(self) -> Iterator[nn.Module]:
+        """Yield the modules of which a call shows that one of these is used: methods of its own may not be seen."""
+        for module in self._modules:
+            yield from (inner for inner in module.modules() if inner is module or inner._parameters)
+
+    def is_called(self, *_: Any) -> None:
+        self.called = True
+
+
+def _unlike(one: _Frozen, since: int) -> Breach:
+    """Return what is a fault where few ranks hold others than most; where each has its own that may be meant."""
+    message = f"{one.name} lies outside the observed model, nothing trains it, and its weights differ between ranks"
+    remedy = (
+        "Seed or load it alike on every rank, before code that draws on one rank alone. Do nothing if each rank is "
+        "meant to have its own."
+    )
+    key = f"{one.thing}:{short_hash(one.later.values.tolist())}"
+    return Breach(key, "weights-mismatch", "warning", one.name, message, remedy, since, unlike=one.thing)
+
+
+def _frozen_beside(model: nn.Module) -> list[_Frozen]:
+    """Return the largest modules that are frozen as a whole, outside of ``model``."""
     own = set(map(id, model.modules()))
     alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
-    beside = [one for one in alive if own.isdisjoint(map(id, one.modules()))]
-    inner = {id(child) for one in beside for child in one.children()}
     held = set(map(id, _held_by_optimizers()))
-    outermost = [(one, _is_frozen(one, held)) for one in beside if id(one) not in inner]
-    found: dict[tuple[type, tuple[torch.Size, ...]], list[nn.Module]] = {}
-    for one, frozen in outermost:
-        if frozen and all(map(_is_whole, one.parameters())):
-            found.setdefault(_form(one), []).append(one)
-    kinds = {kind for kind, _ in found}
-    trained = [model, *(one for one, frozen in outermost if not frozen)] if found else []
-    twins = {_form(part) for one in trained for part in one.modules() if type(part) in kinds}
+    frozen = [one for one in alive if id(one) not in own and _is_frozen(one, held)]
+    inner = {id(child) for one in frozen for child in one.children()}
+    found: dict[tuple[str, tuple[torch.Size, ...]], list[nn.Module]] = {}
+    for one in frozen:
+        if id(one) not in inner and type(one) is not nn.Embedding:  # which may hold a rank's data
+            found.setdefault((type(one).__name__, tuple(weight.shape for weight in _held_by(one))), []).append(one)
     largest = sorted(found.items(), key=lambda one: -sum(map(torch.Size.numel, one[0][1])))
-    for (kind, shapes), alike in largest[:_SHOWN]:
-        hashes = [torch.stack([_hash(weight) for weight in one.parameters()]).sum(0) for one in alike]
-        values = torch.stack(hashes).sum(0)  # Python's order of several is none
-        thing = f"frozen:{kind.__name__}:{len(alike)}:{short_hash(shapes)}"
-        name = f"{kind.__name__} of {sum(map(torch.Size.numel, shapes)):,} weights"
-        yield thing, name, (kind, shapes) in twins, ReadLater(values)
+    return [_Frozen(name, shapes, alike) for (name, shapes), alike in largest[:_SHOWN]]
 
 
 def _is_frozen(module: nn.Module, held: Container[int]) -> bool:
-    """Tell whether nothing trains it: no weight needs a gradient, or it is in evaluation mode and in no optimizer."""
+    """Tell whether nothing trains it: no weight needs a gradient, or it is in evaluation mode and in no optimizer.
+
+    It must hold all of its weights: those that are shards have a type or attributes of their own.
+    """
     weights = list(module.parameters())
-    flags = [weight.requires_grad for weight in weights]
+    if not weights or not all(map(_is_whole, weights)):
+        return False
     untouched = not module.training and all(one.grad is None and id(one) not in held for one in weights)
-    return bool(weights) and (not any(flags) or untouched)
+    return untouched or not any(weight.requires_grad for weight in weights)
 
 
 def _is_whole(weight: Tensor) -> bool:
-    """Tell whether it is a plain weight: those that are sharded have a type or attributes of their own."""
-    plain = type(weight) is nn.Parameter and not weight.is_meta and weight.numel() > 0
-    return plain and vars(weight).keys() <= _HARMLESS
+    plain = type(weight) is nn.Parameter and weight.layout is torch.strided and not weight.is_meta
+    return plain and weight.numel() > 0 and vars(weight).keys() <= _HARMLESS
 
 
-def _form(module: nn.Module) -> tuple[type, tuple[torch.Size, ...]]:
-    return type(module), tuple(weight.shape for weight in module.parameters())
-
-
-def _hash(weight: Tensor) -> Tensor:
-    return tensor_hash(weight.detach().reshape(-1)[:_HASHED])
+def _held_by(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights, and the running statistics that a normalisation uses."""
+    yield from module.parameters()
+    for inner in module.modules():
+        if isinstance(inner, _NormBase) and not inner.training and isinstance(inner.running_mean, Tensor):
+            yield from (one for one in (inner.running_mean, inner.running_var) if one is not None)
 
 
 def leaves_of(root: Tensor) -> list[nn.Parameter]:

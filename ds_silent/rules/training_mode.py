@@ -81,11 +81,16 @@ class TrainingMode(Rule):
             "before this step if the model needs what was off."
         )
         severity: Severity = "warning"
+        effects: tuple[str, ...] = ("outlier-rank",)  # each rank's running statistics are its own
         if self._stage:
-            severity, remedy = "info", f"Do nothing if the stage that begins there is meant so. Else: {remedy}"
+            effects, severity, remedy = (
+                (),
+                "info",
+                f"Do nothing if the stage that begins there is meant so. Else: {remedy}",
+            )
             message += " Another optimizer steps since then."
         where = "training mode"
-        return (Breach("mode", "update-mismatch", severity, where, message, remedy, self._since, ("outlier-rank",)),)
+        return (Breach("mode", "update-mismatch", severity, where, message, remedy, self._since, effects),)
 
     def _never(self) -> tuple[Breach, ...]:
         """Note a model of transformers whose dropout is off since ``from_pretrained``, which sets evaluation mode."""

@@ -313,14 +313,17 @@ def test_weights_that_a_load_does_not_keep(tmp_path: Path) -> None:
 
 
 LOST = {
-    "both": "state of an optimizer and of a learning-rate scheduler: these begin anew.",
-    "optimizer": "state of an optimizer: this begins anew.",
-    "scheduler": "state of a learning-rate scheduler: this begins anew.",
-    "both, names changed": "state of an optimizer and of a learning-rate scheduler: these begin anew.",
+    "both": " and of a learning-rate scheduler, and the optimizer begins anew.",
+    "both, names changed": " and of a learning-rate scheduler, and the optimizer begins anew.",
+    "both, in a list": " and of a learning-rate scheduler, and the optimizer begins anew.",
+    "optimizer": " and of a learning-rate scheduler, and the optimizer begins anew.",
+    "scheduler": "",
     "none": "",
     "both, weights of another file": "",
     "both, weights of another file that was read first": "",
     "both, loaded once more": "",
+    "both, a part of the model": "",
+    "both, with a new head": "",
 }
 
 
@@ -337,7 +340,8 @@ def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> No
         return model, optimizer, scheduler
 
     states = [one.state_dict() for one in trained(3)]
-    torch.save({"model": states[0], "training": dict(zip(("o", "s"), states[1:], strict=True))}, tmp_path / "last.pt")
+    training = states[1:] if "list" in lost else dict(zip(("o", "s"), states[1:], strict=True))
+    torch.save({"model": states[0], "training": training}, tmp_path / "last.pt")
     torch.save(states[0], tmp_path / "weights.pt")
     del states
     patches, (model, optimizer, scheduler) = Patches(), trained(0)
@@ -358,10 +362,16 @@ def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> No
         if lost in ("none", "optimizer"):
             scheduler.load_state_dict(read["training"]["s"])
         framework: Any = SimpleNamespace(module=model, wrapper=wrapper, step=1, optimizers=lambda: [optimizer])
+        if "a part" in lost or "head" in lost:
+            whole = nn.ModuleDict({"body": model, **({"head": nn.Linear(2, 2)} if "head" in lost else {})})
+            if "head" in lost:
+                named = {f"body.{name}": value for name, value in read["model"].items()}
+                whole.load_state_dict(named, strict=False)
+            framework.module = whole
         rule = LostState(framework)
-        rule.look(None)
+        rule.look(optimizer, (), {})
         said = [(one.severity, one.where, one.message) for one in rule.breaches()]
-        head = "The model has taken its weights from last.pt, which also holds the "
+        head = "The model has taken its weights from last.pt, which also holds the state of an optimizer"
         assert said == ([("info", "last.pt", head + LOST[lost])] if LOST[lost] else [])
     finally:
         patches.undo()

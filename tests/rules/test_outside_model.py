@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
+from ds_silent.capture.breaches import text_of, unlike_of
+from ds_silent.rules.rule import Breach
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
@@ -130,62 +133,97 @@ class Teacher(nn.Sequential):
     """A frozen module beside the model."""
 
 
-class Part(nn.Sequential):
-    """The model, and what may be a copy of it."""
-
-
-UNLIKE = {
-    "frozen, other weights on rank 1": ("warning", "Teacher of 144 weights"),
-    "in evaluation mode, other weights on rank 1": ("warning", "Teacher of 144 weights"),
-    "inside a loss, other weights on rank 1": ("warning", "Loss of 144 weights"),
-    "a copy of the model, other weights on rank 1": ("info", "Part of 144 weights"),
-}
-ALIKE = (
-    "frozen",
-    "frozen, on rank 1 alone, other weights on rank 1",
-    "frozen, a shard, other weights on rank 1",
-    "not trained yet, other weights on rank 1",
-)
-
-
 class Loss(nn.Module):
-    """A loss that holds a frozen module."""
+    """A loss that holds a frozen module, by a method alone, and a part that is trained."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.trained = inner, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.trained(self.inner(x))
+        return result
 
 
-def _distil(directory: str, kind: str) -> None:
+def of_its_own_class(*layers: nn.Module) -> nn.Module:
+    """As of symbolic traces, of which each has a class of its own, and all have one name."""
+    return type("Teacher", (nn.Sequential,), {})(*layers)
+
+
+TEACHER = "Teacher of 144 weights"
+TOLD_BESIDE = {
+    "frozen, odd": ("warning", TEACHER, [1]),
+    "in evaluation mode, odd": ("warning", TEACHER, [1]),
+    "inside a loss, odd": ("warning", TEACHER, [1]),
+    "beside an odd module that is lazy, odd": ("warning", TEACHER, [1]),
+    "with statistics, odd": ("warning", "Teacher of 176 weights", [1]),
+    "frozen, own": ("info", TEACHER, []),
+}
+SILENT_BESIDE = (
+    "frozen",
+    "frozen, two of one name",
+    "frozen, on rank 1 alone, odd",
+    "frozen, used on rank 1 alone, odd",
+    "frozen, used by nobody, odd",
+    "frozen, drawn anew at each step, own",
+    "frozen, a shard, odd",
+    "an embedding, odd",
+    "not frozen, odd",
+)
+
+
+def _beside(kind: str) -> Any:
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Part(nn.Linear(8, 8), nn.Linear(8, 8)))
-    torch.manual_seed(2 if "other weights" in kind and rank == 1 else 1)
-    beside: Any = (Part if "copy" in kind else Teacher)(nn.Linear(8, 8), nn.Linear(8, 8))
+    differs = ("own" in kind or rank == 1) and ("own" in kind or "odd" in kind)
+    torch.manual_seed(1 + rank if differs and "statistics" not in kind else 1)
+    make: Any = of_its_own_class if "of one name" in kind else Teacher
+    beside: Any = make(nn.Linear(8, 8), nn.Linear(8, 8))
+    if "statistics" in kind:
+        beside = Teacher(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
+        beside[1].running_mean.fill_(1.0 + differs)
+    if "embedding" in kind:
+        beside = nn.Embedding(8, 8)
     if "in evaluation mode" in kind:
         beside.eval()
-    elif "not trained yet" not in kind:
+    elif "not frozen" not in kind:
         beside.requires_grad_(False)
     if "shard" in kind:
         for weight in beside.parameters():
             weight.tensor_model_parallel = True
-    if "inside a loss" in kind:
-        beside = Loss(beside)
-    if "alone" in kind and rank != 1:
-        beside = None
+    if "of one name" in kind:
+        return nn.ModuleList([beside, of_its_own_class(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)])
+    return None if "on rank 1 alone" in kind and "used" not in kind and rank != 1 else beside
+
+
+def _distil(directory: str, kind: str) -> None:
+    rank, lazy = dist.get_rank(), nn.LazyLinear(8) if "lazy" in kind else None
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    beside = _beside(kind)
+    loss = Loss(beside) if "inside a loss" in kind else None
+    used = beside is not None and "by nobody" not in kind and ("alone" not in kind or rank == 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
         for step in range(STEPS):
             optimizer.zero_grad()
             torch.manual_seed(10 * step + rank)
-            functional.mse_loss(model(torch.randn(ROWS, 8)), torch.randn(ROWS, 8)).backward()
+            x, y = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+            if used:
+                held = beside if "of one name" in kind else [loss or beside]
+                for one in held:
+                    with torch.no_grad():
+                        y = one(torch.arange(ROWS) if "embedding" in kind else x)
+                        if "anew" in kind:
+                            one[0].weight.normal_()
+            functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    del beside
+    del lazy
 
 
 def _distil_each(directory: str) -> None:
-    for kind in (*UNLIKE, *ALIKE):
+    for kind in (*TOLD_BESIDE, *SILENT_BESIDE):
         _distil(f"{directory}/{kind}", kind)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +233,21 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", [*UNLIKE, *ALIKE])
+@pytest.mark.parametrize("kind", [*TOLD_BESIDE, *SILENT_BESIDE])
 def test_a_frozen_module_beside_the_model_is_the_same_on_all_ranks(kind: str, distilled: Path) -> None:
-    events = read_events(distilled / kind / "events.jsonl")
-    told = [
-        (one["step"], one["severity"], one["where"], one["ranks"])
-        for one in events
-        if one["kind"] == "weights-mismatch"
-    ]
-    assert told == ([(1, *UNLIKE[kind], [1])] if kind in UNLIKE else [])
-    for event in events:
-        if event["kind"] == "weights-mismatch":
-            assert event["message"].endswith("its weights differ between ranks: ranks 0, 2; rank 1.")
+    events = [one for one in read_events(distilled / kind / "events.jsonl") if one["kind"] == "weights-mismatch"]
+    told = [(one["step"], one["severity"], one["where"], one["ranks"]) for one in events]
+    assert told == ([(2, *TOLD_BESIDE[kind])] if kind in TOLD_BESIDE else [])
+    ranks = "rank 0; rank 1; rank 2" if "own" in kind else "ranks 0, 2; rank 1"
+    assert all(one["message"].endswith(f"its weights differ between ranks: {ranks}.") for one in events)
+
+
+def test_only_some_of_many_ranks_speak() -> None:
+    def told(*keys: str) -> list[tuple[str, str]]:
+        texts = [text_of([Breach(key, "weights-mismatch", "warning", "T", "They differ", "", 1, unlike="t")]) for key in
+                 keys]  # fmt: skip
+        return [(one.severity, one.message) for one in unlike_of(texts, [(rank,) for rank in range(len(keys))], 16)]
+
+    assert told("a", "b", "c", "d") == [("info", "They differ: rank 0; rank 1; rank 2; rank 3; ….")]
+    assert told("a", "b") == []  # the others have found nothing
+    assert told("a", "a", "a", "a") == []
