@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -175,38 +176,43 @@ class WholeDataTest(Detector):
     stored = ("noted",)
 
     def __init__(self) -> None:
-        self.ranks: tuple[int, ...] = ()  # those that do so, at the newest step
+        self.groups: tuple[tuple[int, ...], ...] = ()  # of those that do so, at the newest step, the largest first
+        self.all_unlike = False  # it is known of every rank what it holds, and no two hold the same
         self._noted = False
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        self.notes, self.ranks, found = (), (), evidence.whole_data
+        self.notes, self.groups, self.all_unlike, found = (), (), False, evidence.whole_data
         if found is None or evidence.dealt != "unknown":
             return []
         data, order = found.T
-        self.ranks = ranks = _alike(data)
+        self.groups = _alike(data)
+        self.all_unlike = not self.groups and bool(data.all())
+        ranks = tuple(sorted(chain(*self.groups)))
         ordered = bool(order[data != 0.0].all())  # it is known in which order each rank takes them
         if ranks and ordered and not self._noted and not any(one.kind == "duplicate-data" for one in before):
             self._noted = True
-            same = _alike(data * 2.0**24 + order)  # of 24 bits each
+            same = tuple(sorted(chain(*_alike(data * 2.0**24 + order))))  # of 24 bits each
+            first, *others = (named(group, record.world_size) for group in self.groups)
             in_order = f" {named(same, record.world_size).capitalize()} take them in the same order." if same else ""
             message = (
-                f"{named(ranks, record.world_size).capitalize()} take all rows of the same data set, as far as loaders "
-                f"and attributes of the data sets tell: {_several_times(ranks)}{in_order} The rows themselves were not "
-                "seen to be the same, as where they are augmented at random."
+                f"{first.capitalize()} take all rows of the same data set"
+                f"{''.join(f', {other} of another' for other in others)}, as far as loaders and attributes of the data "
+                f"sets tell: {_several_times(len(self.groups[0]))}{in_order} The rows themselves were not seen to be "
+                "the same, as where they are augmented at random."
             )
             remedy = f"{_GIVE_A_SAMPLER}, or if your code gives each rank other rows of it."
             self.notes = (Event(record.step, "duplicate-data", "info", ranks, "loader", None, None, message, remedy),)
         return []
 
 
-def _alike(hashes: Array) -> tuple[int, ...]:
-    """Return the ranks whose hash, of (N,), is another rank's, too; 0 is none."""
+def _alike(hashes: Array) -> tuple[tuple[int, ...], ...]:
+    """Group the ranks whose hash, of (N,), is another rank's, too; 0 is none."""
     parts = parts_of_numbers(hashes.astype(np.int64))
-    return tuple(sorted(rank for part in parts if len(part) > 1 and hashes[part[0]] for rank in part))
+    return tuple(part for part in parts if len(part) > 1 and hashes[part[0]])
 
 
-def _several_times(ranks: Sequence[int]) -> str:
-    return f"there is no DistributedSampler, and an epoch takes each row {len(ranks)} times."
+def _several_times(times: int) -> str:
+    return f"there is no DistributedSampler, and an epoch takes each row {times} times."
 
 
 _GIVE_A_SAMPLER = (
@@ -249,10 +255,9 @@ class OverlapTest(Detector):
         elif self._is_sure(share, others):
             self._over, ranks = True, self._sharing(record.world_size)
             some = len(ranks) < record.world_size
-            alone = f", {named(ranks)} alone" if some else ""
             message = (
-                f"Ranks read the same data{alone}: {share:.0%} of the rows so far had been taken before, "
-                f"{self._others:.0f} by another rank and {self._own:.0f} by the same."
+                f"Ranks read the same data{f', {named(ranks)} alone' * some}: {share:.0%} of the rows so far had been "
+                f"taken before, {self._others:.0f} by another rank and {self._own:.0f} by the same."
             )
             meant = "these ranks are meant to share a source, each" if some else "each rank is meant to read all data"
             remedy = (
@@ -260,12 +265,12 @@ class OverlapTest(Detector):
                 "or rows of its own (files[rank::world_size], split_dataset_by_node)."
             )
             severity: Severity = "info"
-            known = evidence.pass_rows if 0 in ranks else None  # the first rank's
-            taken = [passes.taken[rank] for rank in ranks]
-            if self._whole.ranks or again > SAME_DATA * _repeats_of_all(known, taken):
+            known = evidence.pass_rows if 0 in ranks and not self._whole.all_unlike else None  # the first rank's
+            taken, groups = [passes.taken[rank] for rank in ranks], self._whole.groups
+            if groups or again > SAME_DATA * _repeats_of_all(known, taken):
                 severity = "warning"
                 whose = f"The loader of each of {named(ranks)} shuffles" if some else "Each rank's loader shuffles"
-                message += f" {whose} all rows: {_several_times(ranks)}"
+                message += f" {whose} all rows: {_several_times(len((groups or (ranks,))[0]))}"
                 remedy = remedy if some else f"{_GIVE_A_SAMPLER}."
             note = Event(record.step, "duplicate-data", severity, ranks, "loader", share, None, message, remedy)
             self.notes = (note,)
@@ -273,8 +278,8 @@ class OverlapTest(Detector):
 
     def _is_sure(self, share: float, others: int) -> bool:
         """Tell whether rows come again from other ranks alone; ``share``: of all rows, those that have come again."""
-        enough = self._others >= (CONFIRMED if self._whole.ranks else OVERLAP) * others
-        enough &= share >= TOLERATED_BY_CONTENT or bool(self._whole.ranks)
+        enough = self._others >= (CONFIRMED if self._whole.groups else OVERLAP) * others
+        enough &= share >= TOLERATED_BY_CONTENT or bool(self._whole.groups)
         return enough and self._own <= self._others / others / SELDOM
 
     def _sharing(self, ranks: int) -> tuple[int, ...]:

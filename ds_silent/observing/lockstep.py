@@ -100,9 +100,14 @@ class Lockstep:
         ahead = (int(steps[0]) - int(boundaries[0]) - self.base) % EXACT  # not 0 where all have moved together
         after = replace(self, next_base=self.base + (ahead - EXACT if ahead > EXACT // 2 else ahead))
         others = tuple(int(step - steps[0]) for step in steps) if len(set(steps)) > 1 else ()
-        if others in ((), self.ahead_of_first):
+        same = [*map(_sign, others)] == [*map(_sign, self.ahead_of_first)]  # one that steps twice goes on to part
+        if same or not others:
             return replace(after, ahead_of_first=others), None
         return replace(after, ahead_of_first=others), elsewhere_event(gathered.step, steps, boundaries)
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
 
 
 _STOPS = {  # by the word that a rank has sent, the worst first: what is said of step and ranks, and the remedy

@@ -195,7 +195,8 @@ class SteppedAgain(_WrongSteps):
         super().__init__(framework)
         self._held: dict[Any, frozenset[int]] = {}  # ids of an optimizer's parameters, by what its groups were
         self._applied: list[tuple[Any, frozenset[int]]] = []  # what has stepped since the newest backward
-        self._inside, self._again = 0, ""  # steps under way; what has applied a gradient once more
+        self._inside = 0  # steps under way
+        self._again = self._doubtful = ""  # what has applied a gradient once more; or will, if its closure brings none
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each backward, and at both ends of each step."""
@@ -205,7 +206,9 @@ class SteppedAgain(_WrongSteps):
             patches.hook(optimizer.register_step_post_hook, partial(safely, self._stepped))
 
     def _backward(self, root: Any) -> None:
-        if self._applied and not self._inside:
+        if self._inside:  # a closure's
+            self._doubtful, self._applied = "", []
+        elif self._applied:
             self._row.count(bool(self._again), self._framework.step - 1)
             self._applied, self._again = [], self._again if self._row.times else ""
 
@@ -214,12 +217,13 @@ class SteppedAgain(_WrongSteps):
         for one, applied in self._applied if not self._inside else ():
             if not held.isdisjoint(applied) and _have_gradients(optimizer, held & applied):
                 whose = "the same optimizer" if one is optimizer else "another optimizer, which holds them too,"
-                self._again = f"{whose} steps again"
+                self._doubtful = f"{whose} steps again"
         self._inside += 1
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._inside -= 1
         if not self._inside:
+            self._again, self._doubtful = self._doubtful or self._again, ""
             self._applied.append((optimizer, self._holds(optimizer)))
 
     def _holds(self, optimizer: Any) -> frozenset[int]:

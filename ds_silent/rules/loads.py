@@ -164,7 +164,8 @@ def _reads(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -
         if any(one.get("state") and "param_groups" in one for one in inner):
             scheduled = any("_step_count" in one and (one.get("last_epoch") or 0) > 0 for one in inner)
             tensors = (value for one in inner for value in one.values() if isinstance(value, Tensor))
-            _checkpoints[Path(str(file)).name] = scheduled, {id(one): ref(one) for one in tensors}
+            name = getattr(file, "name", getattr(file, "path", file))  # of an open file
+            _checkpoints[Path(str(name)).name] = scheduled, {id(one): ref(one) for one in tensors}
     return result
 
 

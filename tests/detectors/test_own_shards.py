@@ -43,6 +43,7 @@ class Run:
         self.rows_in_epoch: int | None = walk.pop("rows_in_epoch", None)
         self.walk, self.dealt = Walk(**walk), list[str]()
         self._last: list[Rows] = []
+        self.held = [0.0] * len(loaders)  # hash of each rank's data set
 
     def go(self, steps: int, change: Callable[[int, Rows, Rows], Rows] = lambda rank, now, last: now) -> list[Event]:
         """``change``: what a rank takes in the place of its rows, from those of its last step."""
@@ -64,7 +65,7 @@ class Run:
         room = max(len(one) for one in ids)
         sent = torch.stack([pack_ids(torch.from_numpy(one.astype(np.int64)), room) for one in ids]).double()
         words = [self.walk.deal.word] * ranks
-        gathered = replace(gathered_of(self.step, ranks, **{"loss.order": words}), ids=sent)
+        gathered = replace(gathered_of(self.step, ranks, **{"loss.order": words, "loss.data": self.held}), ids=sent)
         samples = self.step * ranks * batch
         context = Context(samples, batch, None, Seconds(), rows_in_epoch=self.rows_in_epoch, walk=self.walk)
         coverage, evidence = measured.row_evidence(gathered, self.tracker, context)
@@ -430,3 +431,25 @@ def test_the_rows_that_fill_up_an_epoch_of_one_step_are_no_rows_of_another_rank(
     for told in (False, True):
         events = Run([taken(rank) for rank in range(4)], told=told, rows_in_epoch=6).go(100)
         assert [event for event in events if event.severity != "info"] == []
+
+
+@pytest.mark.parametrize(
+    ("pools", "share", "severity", "says"),
+    [
+        ((0, 0, 0, 0), 1.0, "warning", "an epoch takes each row 4 times"),
+        ((0, 0, 1, 1), 1.0, "warning", "an epoch takes each row 2 times"),
+        ((0, 0, 0, 0), 0.9, "info", "Do nothing if each rank is meant to read all data"),
+    ],
+)
+def test_what_the_loaders_hold_says_how_often_a_row_comes(
+    pools: tuple[int, ...], share: float, severity: str, says: str
+) -> None:
+    """All of one data set; two nodes with one of their own each; each rank its own choice of nearly all rows."""
+    names = [np.random.default_rng(80 + pool).integers(0, 2**62, 400) for pool in range(2)]
+    held = [np.random.default_rng(60 + rank).permutation(names[pool]) for rank, pool in enumerate(pools)]
+    loaders = [passes(rows[: int(share * 400)], 8, True, True, rank) for rank, rows in enumerate(held)]
+    run = Run(loaders, told=False, deal=Deal(pass_rows=int(share * 400)))
+    run.held = [1.0 + (pool if share == 1.0 else rank) for rank, pool in enumerate(pools)]
+    note = notes_of_overlap(run.go(200))[-1]
+    assert note.severity == severity
+    assert says in f"{note.message} {note.remedy}"

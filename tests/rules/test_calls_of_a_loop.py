@@ -317,7 +317,7 @@ def test_what_is_meant_is_silent(kind: str, runs: Path) -> None:
     assert _found(runs / kind) == []
 
 
-@pytest.mark.parametrize("each", ["a group at a time", "a tensor at a time", "all, twice"])
+@pytest.mark.parametrize("each", ["a group at a time", "a tensor at a time", "all, by closures", "all, twice"])
 def test_groups_that_are_stepped_one_by_one_are_no_second_step(each: str) -> None:
     """As by ZeRO, which puts one group, or one tensor, in the place of all for each of its steps."""
     model, patches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Patches()
@@ -328,11 +328,17 @@ def test_groups_that_are_stepped_one_by_one_are_no_second_step(each: str) -> Non
     try:
         for framework.step in range(1, 8):
             model(torch.randn(3, 2)).sum().backward()
+
+            def loss() -> float:
+                total = model(torch.randn(3, 2)).sum()
+                total.backward()
+                return float(total.detach())
+
             parts = [[group] for group in groups] if "at a time" in each else [groups, groups]
             if each == "a tensor at a time":
                 parts = [[{**group, "params": [one]}] for group in groups for one in group["params"]]
             for optimizer.param_groups in parts:
-                optimizer.step()
+                optimizer.step(loss if "closures" in each else None)
             optimizer.param_groups = groups
     finally:
         patches.undo()

@@ -56,6 +56,27 @@ def _train(directory: str, kind: str) -> None:
             optimizer.zero_grad()
 
 
+def _thrown_away(directory: str, kind: str) -> None:
+    """Backwards on the same made-up rows of all ranks, whose gradients are read or forgotten, and never applied."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+        for step in range(3 * STEPS):
+            torch.manual_seed(step)
+            if (kind != "warm-up" and step % STEPS == 3) or step == 0:
+                for _ in range(1 if kind == "warm-up" else 4):
+                    called = net if kind == "of the bare module" else model
+                    called(torch.randn(ROWS, 8)).square().mean().backward()
+                    optimizer.zero_grad()
+            torch.manual_seed(100 * step + dist.get_rank())
+            model(torch.randn(ROWS, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+THROWN_AWAY = ("warm-up", "gradients that are read", "of the bare module")
 FAULTS = ("fault", "by the model", "one buffer")
 MEANT = ("the same batch", "the same, in a dictionary", "other weights")
 KINDS = ("healthy", *FAULTS, *MEANT, "undivided")
@@ -64,6 +85,8 @@ KINDS = ("healthy", *FAULTS, *MEANT, "undivided")
 def _each(directory: str) -> None:
     for kind in KINDS:
         _train(f"{directory}/{kind}", kind)
+    for kind in THROWN_AWAY:
+        _thrown_away(f"{directory}/{kind}", kind)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +128,10 @@ def test_what_is_meant_so_is_silent(kind: str, runs: Path) -> None:
     assert _told(runs / kind) == []
     labels = [record["objective"]["labels"] for record in read_metrics(runs / kind / "metrics.jsonl")]
     assert labels == [2 * ROWS * (PARTS if kind == "healthy" else 1)] * STEPS
+
+
+@pytest.mark.parametrize("kind", THROWN_AWAY)
+def test_of_steps_that_the_script_throws_away_nothing_is_said(kind: str, runs: Path) -> None:
+    """Once errors: the same rows on all ranks, and gradients that nothing has reduced."""
+    assert _told(runs / kind) == []
+    assert len(read_metrics(runs / kind / "metrics.jsonl")) > 3 * STEPS
