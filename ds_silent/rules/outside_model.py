@@ -172,7 +172,8 @@ class _Frozen:
         self.later = ReadLater(torch.stack([one.sum(0) for one in hashes]).sum(0))  # their order is Python's, or none
 
     def versions_now(self) -> list[int]:
-        return [one._version for module in self._modules for one in _held_by(module)]
+        held = (one for module in self._modules for one in _held_by(module))
+        return [0 if one.is_inference() else one._version for one in held]
 
     def called_by(self) -> Iterator[nn.Module]:
         """Yield the modules of which a call shows that one of these is used: methods of its own may not be seen."""
@@ -201,12 +202,14 @@ def _frozen_beside(model: nn.Module) -> list[_Frozen]:
     held = set(map(id, _held_by_optimizers()))
     frozen = [one for one in alive if id(one) not in own and _is_frozen(one, held)]
     inner = {id(child) for one in frozen for child in one.children()}
-    found: dict[tuple[str, tuple[torch.Size, ...]], list[nn.Module]] = {}
+    found: dict[tuple[str, tuple[torch.Size, ...], torch.device], list[nn.Module]] = {}
     for one in frozen:
-        if id(one) not in inner and type(one) is not nn.Embedding:  # which may hold a rank's data
-            found.setdefault((type(one).__name__, tuple(weight.shape for weight in _held_by(one))), []).append(one)
+        devices, shapes = {weight.device for weight in _held_by(one)}, tuple(weight.shape for weight in _held_by(one))
+        lone = type(one) is nn.Embedding  # which may hold a rank's data
+        if id(one) not in inner and len(devices) == 1 and not lone:
+            found.setdefault((type(one).__name__, shapes, devices.pop()), []).append(one)
     largest = sorted(found.items(), key=lambda one: -sum(map(torch.Size.numel, one[0][1])))
-    return [_Frozen(name, shapes, alike) for (name, shapes), alike in largest[:_SHOWN]]
+    return [_Frozen(name, shapes, alike) for (name, shapes, _), alike in largest[:_SHOWN]]
 
 
 def _is_frozen(module: nn.Module, held: Container[int]) -> bool:

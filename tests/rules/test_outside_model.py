@@ -156,6 +156,7 @@ TOLD_BESIDE = {
     "in evaluation mode, odd": ("warning", TEACHER, [1]),
     "inside a loss, odd": ("warning", TEACHER, [1]),
     "beside an odd module that is lazy, odd": ("warning", TEACHER, [1]),
+    "made in inference mode, odd": ("warning", TEACHER, [1]),
     "with statistics, odd": ("warning", "Teacher of 176 weights", [1]),
     "frozen, own": ("info", TEACHER, []),
 }
@@ -177,7 +178,8 @@ def _beside(kind: str) -> Any:
     differs = ("own" in kind or rank == 1) and ("own" in kind or "odd" in kind)
     torch.manual_seed(1 + rank if differs and "statistics" not in kind else 1)
     make: Any = of_its_own_class if "of one name" in kind else Teacher
-    beside: Any = make(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.inference_mode("inference mode" in kind):
+        beside: Any = make(nn.Linear(8, 8), nn.Linear(8, 8))
     if "statistics" in kind:
         beside = Teacher(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).eval()
         beside[1].running_mean.fill_(1.0 + differs)
@@ -211,11 +213,11 @@ def _distil(directory: str, kind: str) -> None:
             if used:
                 held = beside if "of one name" in kind else [loss or beside]
                 for one in held:
-                    with torch.no_grad():
+                    with torch.inference_mode("inference mode" in kind), torch.no_grad():
                         y = one(torch.arange(ROWS) if "embedding" in kind else x)
                         if "anew" in kind:
                             one[0].weight.normal_()
-            functional.mse_loss(model(x), y).backward()
+            functional.mse_loss(model(x), y.clone()).backward()
             optimizer.step()
     del lazy
 
