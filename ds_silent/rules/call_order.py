@@ -31,6 +31,7 @@ from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
 _TIMES = 3  # in a row
+_FORMS = 4096  # of an optimizer's groups: a few, and one for each tensor under ZeRO-3
 _READS = 8  # norms that are read, each of which waits for the device
 
 
@@ -231,6 +232,8 @@ class SteppedAgain(_WrongSteps):
         groups = [group["params"] for group in optimizer.param_groups]
         key = id(optimizer), *((id(held[0]), len(held)) for held in groups if held)
         if key not in self._held:
+            if len(self._held) >= _FORMS:
+                self._held.clear()
             self._held[key] = frozenset(id(parameter) for held in groups for parameter in held)
         return self._held[key]
 

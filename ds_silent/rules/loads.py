@@ -50,8 +50,9 @@ def _loads(original: Callable[..., Any], module: nn.Module, state_dict: Any, *ar
     _unlike_files.pop(module, None)
     _taken.pop(module, None)
     missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
-    if _checkpoints and not missing and (found := _source_of(state_dict)) is not None:
-        _taken[module] = found
+    with contextlib.suppress(Exception):  # whatever it was given
+        if _checkpoints and not missing and (found := _source_of(state_dict)) is not None:
+            _taken[module] = found
     if missing and unexpected and len(unexpected) == len(state_dict):
         _vain_loads[module] = missing[0], unexpected[0], len(unexpected)
     else:
