@@ -13,6 +13,7 @@ parameter may take part in an earlier micro-batch only (``find_unused_parameters
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import sys
 import weakref
@@ -179,7 +180,7 @@ class DDPFramework(TorchFramework):
             synchronises=lambda: bool(ddp.require_backward_grad_sync),
             checks=checks,
         )
-        self._ddp = ddp
+        self._ddp, self.loop.is_past_wrapper = ddp, _is_past_wrapper
         self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
         self.reads_together, self._graph_task = reduces_copies(ddp), -1  # outside of a backward
 
@@ -315,6 +316,28 @@ def end_former(model: DistributedDataParallel) -> None:
     if observer is not None:
         observer.close()
         gc.collect()
+
+
+_FORWARDS = {
+    inspect.unwrap(DistributedDataParallel.forward).__code__,
+    DistributedDataParallel._run_ddp_forward.__code__,
+}
+_MODULE = nn.Module._call_impl.__code__.co_filename
+_FRAMES = 64  # from a forward hook of the module to the wrapper's forward it is a few
+
+
+def _is_past_wrapper() -> bool:
+    """Tell whether no wrapper's forward is under way where a hook of the module's forward asks.
+
+    Compiled code has other frames, and a very deep stack is not read to its end: there it is no.
+    """
+    frame, of_torch, left = sys._getframe(), False, _FRAMES
+    while (back := frame.f_back) is not None:
+        frame, left = back, left - 1
+        of_torch = of_torch or frame.f_code.co_filename == _MODULE  # which calls the hook
+        if frame.f_code in _FORWARDS or (of_torch and "_dynamo" in frame.f_code.co_filename) or not left:
+            return False
+    return True
 
 
 _wrappers: weakref.WeakKeyDictionary[nn.Module, Callable[[], DistributedDataParallel | None]] = (

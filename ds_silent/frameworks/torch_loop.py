@@ -15,6 +15,9 @@ first optimizer is about to step, and ends when all have stepped or the next tra
   waits for another's observation. A GAN's generator runs its backward through the discriminator, whose optimizer does
   not step on it. So a backward over a gradient that was not cleared since the last step is dropped from the observation
   if ``zero_grad`` comes next: it was no step. So are micro-batches that are cleared before they were reduced.
+* **past the wrapper**: behind forwards that go past the wrapper of the module nothing is reduced, as where one rank
+  alone reads gradients. Such a backward ends as the optimizer steps, or another backward comes. Where its gradients are
+  cleared first it is dropped, and a step of an optimizer that the observer was not given is none of the training's.
 * **stages**: where another observed module holds some of the same parameters, such as a body under a new head, its
   backwards and steps are not this module's: those that come while it alone was called.
 """
@@ -52,6 +55,7 @@ class TorchLoop:
     _moments: Moments  # as soon as there is a hook
     _called_last: weakref.ref[TorchLoop] | None = None  # of all loops of this process
     left: Callable[[], Iterator[tuple[int, Tensor]]] | None = None  # what a step finds where its gradient is put later
+    is_past_wrapper: Callable[[], bool] | None = None  # whether the forward that begins goes past it; None: never
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class TorchLoop:
         self._forward_loss: Made | None = None  # of the newest forward, if any
         self._called = self._anothers = False  # since the last step; the newest backward is another module's
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
+        self._past = self._pending = False  # all forwards since the newest backward went past the wrapper; and it, too
+        self._backward_since = True  # one of the newest forward that did not
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._missing: set[int] = set()  # those that had not stepped when the last one ended
         self._inside: dict[int, int] = {}  # how deep in its step each is: torch hooks a subclass's and its parent's
@@ -131,6 +137,10 @@ class TorchLoop:
             self._inside.clear()
             self._forward_loss = None
             self._called, TorchLoop._called_last = True, weakref.ref(self)
+            if self.is_past_wrapper is not None:
+                past = self.is_past_wrapper()
+                self._past = past and (self._past or self._backward_since)
+                self._backward_since = self._backward_since and past
         self._moments.pre_forward(module, args, kwargs)
 
     def _forwarded(self, module: Any, args: Any, output: Any) -> None:
@@ -145,6 +155,8 @@ class TorchLoop:
         if self._depth == 0:
             if self._stepped:  # one optimizer has stepped, and this backward is the next one's
                 self._ended()
+            if self._pending:
+                self._settle(False)
             self._root = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
             self._anothers = self._is_anothers()
             if not self._anothers:
@@ -155,10 +167,26 @@ class TorchLoop:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._backward_ended()
+                self._pending, self._backward_since = self._open and self._past, True
+                if not self._pending:
+                    self._backward_ended()
                 if isinstance(self._moments.guard.failure, WithinBackwardError):  # the ranks tell each other
                     self._begin_to_end()
                     self._ended()
+
+    def _settle(self, steps: bool) -> None:
+        """End a backward past the wrapper, as the step's own or one of several; drop it if its gradients are gone."""
+        self._pending = False
+        if any(self._parameters[place].grad is not None for place in self._came):
+            self._boundary = self._boundary and steps and not self._reduced
+            self._backward_ended()
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._open = self._pending = self._accumulated = self._reduced = False
+        self._came.clear()
+        self._moments.on_gradient_dropped()
 
     def _is_anothers(self) -> bool:
         """Tell whether another module was called last that shares parameters, and this one not since its last step."""
@@ -214,7 +242,7 @@ class TorchLoop:
         """
         if torch.compiler.is_compiling() or any(self._inside.values()) or optimizer in self._optimizers:
             return
-        if self._anothers and not self._accumulated:
+        if (self._anothers or self._pending) and not self._accumulated:
             return
         if self._steps_ours(optimizer):
             self._moments.guard.local(self._take, optimizer)
@@ -250,7 +278,10 @@ class TorchLoop:
     def _begin_to_end(self, left_out: bool = False) -> None:
         if self._stepped is None:
             self._counts.left_out = left_out
-            self._backward_ended()
+            if self._pending:
+                self._settle(True)
+            else:
+                self._backward_ended()
             self._uncleared = self._uncleared or self._accumulated
             self._stepped, self._reduced, self._accumulated = set(), False, False
             self._moments.pre_update()
@@ -269,14 +300,18 @@ class TorchLoop:
         return original(module, *args, **kwargs)
 
     def _clearing(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """End a step that no optimizer began, or drop what is to be of none: its gradients go; None: all of them."""
-        unreduced = self._accumulated and not self._reduced
+        """End a step that no optimizer began, or drop what is to be of none: its gradients go; None: all of them.
+
+        Behind a backward past the wrapper it need not be the step's gradient, which the script may put back.
+        """
+        if self._pending and self._reduced:
+            self._open = self._pending = False
+            return
+        unreduced = (self._accumulated or self._pending) and not self._reduced
         unreduced = unreduced and (optimizer is None or self._ids <= parameters_of_optimizer(optimizer))
         if self._stepped is None and (unreduced or (self._accumulated and self._uncleared)):
-            self._counts.cleared += not self._uncleared
-            self._accumulated = self._reduced = False
-            self._came.clear()
-            self._moments.on_gradient_dropped()
+            self._counts.cleared += self._accumulated and not self._uncleared
+            self._drop()
         elif self._stepped is None and self._reduced:
             self._begin_to_end(left_out=True)
             self._ended(left_out=True)

@@ -32,7 +32,7 @@ from ds_silent.measure.coverage import (
 )
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
-from ds_silent.measure.record import Context, evidence_of
+from ds_silent.measure.record import Context, evidence_of, is_left_out
 from ds_silent.measure.row_history import RecentRows, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
@@ -290,7 +290,7 @@ class RowTracker:
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Return the record's coverage, and what detectors need besides the record."""
     found, walk, rows_in_epoch = None, context.walk, context.rows_in_epoch
-    if gathered.ids.numel():
+    if gathered.ids.numel() and not is_left_out(gathered, context):  # else nothing is trained on its rows
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
         rows = int(context.batch), rows_in_epoch

@@ -274,6 +274,7 @@ class ReplicaChecks:
         compares = bool(self._every and parameters)
         self._replicas = Replicas(parameters, others, history=REMEMBERED + 2) if compares else None
         self._differ = False  # at the last comparison
+        self._before: int | None = None  # the newest measured step
         self._looks = _LOOKS  # for buffers that move, before the first comparison that is due by itself
         self._loaded: str | None = None  # checksum in the loaded checkpoint
 
@@ -294,20 +295,20 @@ class ReplicaChecks:
         """
         if self._replicas is None or self.after_updates or self._part():
             return None
+        before = scheduled - self._interval
+        if self._before is not None and self._before < scheduled:  # else it is the first, or has gone back
+            before = min(before, self._before)  # steps that nothing was measured of may lie between
+        self._before = scheduled
         if self._looks:
             self._looks -= 1
             self.wanted |= self._replicas.find_moving()
-        due = self.take_due() or self._passed(scheduled, self._every)
-        if not due and not self._passed(scheduled, -(-self._every // REMEMBERED)):
+        due = self.take_due() or _passed(before, scheduled, self._every)
+        if not due and not _passed(before, scheduled, -(-self._every // REMEMBERED)):
             return None
         self._replicas.remember(step)
         if not due and (self._differ or self._every < REMEMBERED):  # the next comparison is near
             return None
         return ReplicaChecksum(self._replicas.check(step, whole=due), 1.0 if due else PARAMETERS)
-
-    def _passed(self, step: int, every: int) -> bool:
-        """Tell whether a multiple of ``every`` lies after the last measured step, up to this one."""
-        return step // every != (step - self._interval) // every
 
     def differ(self, gathered: Gathered) -> bool:
         """Tell whether replicas were compared and differ."""
@@ -349,3 +350,8 @@ class ReplicaChecks:
         message = f"The weights that step {step} starts from ({found}) are not those of the checkpoint ({due})."
         remedy = "Load the checkpoint again, compare its files with their source, and do not go on from here."
         return Event(step, "initial-weights-mismatch", "error", (), "checkpoint", None, None, message, remedy)
+
+
+def _passed(before: int, step: int, every: int) -> bool:
+    """Tell whether a multiple of ``every`` lies after one step, up to another."""
+    return step // every != before // every

@@ -213,8 +213,8 @@ class LostState:
             f"{' and of a learning-rate scheduler' * scheduled}, and the optimizer begins anew."
         )
         remedy = (
-            "Do nothing if this run is to start from those weights alone. Else call load_state_dict of the optimizer "
-            "and the scheduler, too, before the first step: it forgets moments and place in the schedule."
+            "Do nothing if this run is to start from those weights alone. Else call the optimizer's load_state_dict, "
+            "too, before the first step: its moments begin at 0. A scheduler has a state of its own."
         )
         self._found = (Breach("lost state", "update-mismatch", "info", name, message, remedy, self._framework.step),)
 

@@ -148,7 +148,8 @@ def _what(group: EventGroup, run: RunRecords) -> str:
     who = run.who(group)
     everybody = who.startswith(("All", "Both"))
     one, many, said = _SENTENCES.get(group.kind, ("", "", f"There is an event of the kind {group.kind}"))
-    if group.kind in _RULES and not who and (own := _headline(group.message)):
+    by_itself = not who or (group.kind == "weights-mismatch" and not group.message.startswith("On "))
+    if group.kind in _RULES and by_itself and (own := _headline(group.message)):
         return own
     if group.kind == "aggregation-error" and APPLIED in group.where:
         said = _headline(group.message) or "What the optimizer applied is not the reduced gradient"

@@ -65,18 +65,37 @@ def _thrown_away(directory: str, kind: str) -> None:
     with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
         for step in range(3 * STEPS):
             torch.manual_seed(step)
-            if (kind != "warm-up" and step % STEPS == 3) or step == 0:
+            looks = step == 0 if kind == "warm-up" else step % STEPS == 3
+            if looks and ("rank 0" not in kind or dist.get_rank() == 0):
+                held = [one.detach().clone() for one in net.parameters()]
+                own = torch.optim.SGD(net.parameters(), lr=0.05) if "adapted" in kind else None
                 for _ in range(1 if kind == "warm-up" else 4):
-                    called = net if kind == "of the bare module" else model
+                    called = net if "past the wrapper" in kind else model
                     called(torch.randn(ROWS, 8)).square().mean().backward()
-                    optimizer.zero_grad()
+                    if own is not None:
+                        own.step()
+                        own.zero_grad()
+                    elif "kept" not in kind:
+                        optimizer.zero_grad()
+                with torch.no_grad():
+                    for one, before in zip(net.parameters(), held, strict=True):
+                        one.copy_(before)
+                net.zero_grad()
             torch.manual_seed(100 * step + dist.get_rank())
-            model(torch.randn(ROWS, 8)).square().mean().backward()
+            called = net if kind == "trained past the wrapper" else model
+            called(torch.randn(ROWS, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-THROWN_AWAY = ("warm-up", "gradients that are read", "of the bare module")
+THROWN_AWAY = (
+    "warm-up",
+    "gradients that are read",
+    "read past the wrapper",
+    "read past the wrapper, by rank 0 alone",
+    "kept past the wrapper, by rank 0 alone",
+    "adapted past the wrapper, by rank 0 alone",
+)
 FAULTS = ("fault", "by the model", "one buffer")
 MEANT = ("the same batch", "the same, in a dictionary", "other weights")
 KINDS = ("healthy", *FAULTS, *MEANT, "undivided")
@@ -85,7 +104,7 @@ KINDS = ("healthy", *FAULTS, *MEANT, "undivided")
 def _each(directory: str) -> None:
     for kind in KINDS:
         _train(f"{directory}/{kind}", kind)
-    for kind in THROWN_AWAY:
+    for kind in (*THROWN_AWAY, "trained past the wrapper"):
         _thrown_away(f"{directory}/{kind}", kind)
 
 
@@ -134,4 +153,11 @@ def test_what_is_meant_so_is_silent(kind: str, runs: Path) -> None:
 def test_of_steps_that_the_script_throws_away_nothing_is_said(kind: str, runs: Path) -> None:
     """Once errors: the same rows on all ranks, and gradients that nothing has reduced."""
     assert _told(runs / kind) == []
-    assert len(read_metrics(runs / kind / "metrics.jsonl")) > 3 * STEPS
+    steps = len(read_metrics(runs / kind / "metrics.jsonl"))
+    assert steps - 3 * STEPS == {"warm-up": 1, "gradients that are read": 12}.get(kind, 0)  # through the wrapper
+
+
+def test_what_is_trained_past_the_wrapper_is_told_at_the_first_step(runs: Path) -> None:
+    first, *_ = _told(runs / "trained past the wrapper")
+    assert (first["step"], first["kind"], first["severity"]) == (1, "unreduced-gradient", "error")
+    assert first["remedy"].startswith("Call the wrapper itself in every training forward")

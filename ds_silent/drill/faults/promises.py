@@ -356,7 +356,8 @@ PROMISE_FAULTS = (
           "all groups decay, also one that is to have no decay", deterministic=False, groups=2,
           expected_overrides=_ROUNDED_AWAY),
     Fault("frozen-module-differs", other_teacher, "a frozen module beside the model has other weights on one rank",
-          "the odd rank", ("weights-mismatch",), "weights", first_step=1, says=("lies outside the observed model",)),
+          "the odd rank", ("weights-mismatch",), "weights", first_step=1, says=("lies outside the observed model",),
+          deterministic=False),  # told at the second step in which it is called
     _gathered("gathered-weights-overwritten", overwritten, "the weights of a layer change while they are whole",
           stages=(3,)),
     _gathered("gathered-weights-kept", from_on(kept_whole), "gathered weights stay over an update",
