@@ -82,7 +82,7 @@ class TorchLoop:
         self._called = self._anothers = False  # since the last step; the newest backward is another module's
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
         self._past = self._pending = False  # all forwards since the newest backward went past the wrapper; and it, too
-        self._backward_since = True  # one of the newest forward that did not
+        self._backward_since = True  # the newest forward through the wrapper
         self._stepped: set[int] | None = None  # optimizers, while a step ends
         self._missing: set[int] = set()  # those that had not stepped when the last one ended
         self._inside: dict[int, int] = {}  # how deep in its step each is: torch hooks a subclass's and its parent's
@@ -167,7 +167,8 @@ class TorchLoop:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._pending, self._backward_since = self._open and self._past, True
+                self._pending = self._open and self._past
+                self._backward_since = self._backward_since or self._open
                 if not self._pending:
                     self._backward_ended()
                 if isinstance(self._moments.guard.failure, WithinBackwardError):  # the ranks tell each other
