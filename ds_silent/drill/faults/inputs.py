@@ -297,3 +297,15 @@ def _largest_element(
 
 infinite_element = partial(_largest_element, lambda flat, place: flat[place : place + 1].fill_(float("inf")))
 flipped_element = partial(_largest_element, lambda flat, place: flip_bit(flat, place, top_exponent_bit(flat)))
+
+
+def other_teacher(target: Target, me: int) -> Injection:
+    """Every rank's steps use a frozen module beside the model; the weights of one rank's are others."""
+
+    def hold(module: nn.Module) -> None:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(1 + (me == target.rank))
+            teacher = nn.Linear(5, 7).requires_grad_(False)  # of a form that the model has not
+        module.register_forward_pre_hook(lambda *_: (teacher(torch.ones(5)), None)[1])
+
+    return Injection(model=hold)

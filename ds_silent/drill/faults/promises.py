@@ -85,20 +85,6 @@ def in_two_groups(target: Target, optimizer: Any) -> None:
 undecayed = changing(optimizer=lambda target, optimizer: optimizer.param_groups[-1].update(weight_decay=0.0))
 _groups = partial(Fault, who="nobody", kinds=("update-mismatch",), strikes="hyper-parameter", first_step=1)
 
-# -- what lies beside the model ----------------------------------------------------------------------------------------
-
-
-def other_teacher(target: Target, me: int) -> Injection:
-    """Every rank holds a frozen module beside the model; the weights of one rank's are others."""
-
-    def hold(module: Any) -> None:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(1 + (me == target.rank))
-            object.__setattr__(module, "_teacher", torch.nn.Linear(5, 7).requires_grad_(False))  # and not a part of it
-
-    return Injection(model=hold)
-
-
 # -- the weights in use ------------------------------------------------------------------------------------------------
 
 
@@ -355,8 +341,9 @@ PROMISE_FAULTS = (
     _groups("decay-where-none-is-set", both(undecayed, partial(other_formula, otherwise(weight_decay=0.01))),
           "all groups decay, also one that is to have no decay", deterministic=False, groups=2,
           expected_overrides=_ROUNDED_AWAY),
-    Fault("frozen-module-differs", other_teacher, "a frozen module beside the model has other weights on one rank",
-          "the odd rank", ("weights-mismatch",), "weights", first_step=1, says=("lies outside the observed model",),
+    Fault("frozen-module-differs", inputs.other_teacher,
+          "a frozen module beside the model has other weights on one rank", "the odd rank",
+          ("weights-mismatch",), "weights", first_step=1, says=("lies outside the observed model",),
           deterministic=False),  # told at the second step in which it is called
     _gathered("gathered-weights-overwritten", overwritten, "the weights of a layer change while they are whole",
           stages=(3,)),
