@@ -112,6 +112,11 @@ def pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype).pin_memory()
 
 
+def local_of(value: Any) -> Any:
+    """Return what this rank holds of a sharded tensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def placed(values: Tensor, device: torch.device) -> Tensor:
     """Return ``values`` on a device; from the host by pinned memory, so that the host does not wait."""
     if values.device.type == "cpu" and device.type not in ("cpu", "meta"):

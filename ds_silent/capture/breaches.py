@@ -138,22 +138,23 @@ def unlike_of(spoken: Sequence[str], parts: Sequence[tuple[int, ...]], world_siz
             breach = Breach(**told | {"effects": tuple(told["effects"])})
             found.setdefault(breach.key, (breach, set()))[1].update(part)
     told = [one for one in found.values() if len(one[1]) == world_size or not one[0].alike_on_all]
-    by_itself = tuple(_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in told if not breach.unlike)
-    things = {breach.unlike: breach for breach, _ in told if breach.unlike}
-    compared = ({key: ranks for key, (breach, ranks) in found.items() if breach.unlike == thing} for thing in things)
-    pairs = zip(things.values(), compared, strict=True)
-    unlike = (_unlike(breach, list(parts.values()), world_size) for breach, parts in pairs if len(parts) > 1)
+    compared: dict[str, list[tuple[Breach, set[int]]]] = {}
+    for one in told:
+        compared.setdefault(one[0].unlike, []).append(one)
+    by_itself = [_one(breach, tuple(sorted(ranks)), world_size) for breach, ranks in compared.pop("", [])]
+    unlike = [_unlike(held[0][0], [ranks for _, ranks in held], world_size) for held in compared.values()]
     return *by_itself, *(one for one in unlike if one is not None)
 
 
 def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike | None:
     """Word what is not the same on all ranks; blamed are those that differ from more than half of all.
 
-    Where nobody is to blame it is a note: each rank may have its own. None where only some ranks have found the thing.
+    Where nobody is to blame it is a note: each rank may have its own. None where it is the same on all, or only some
+    ranks have found the thing.
     """
     parts = tuple(sorted((tuple(sorted(part)) for part in ranks), key=lambda part: (-len(part), part)))
     everybody = sum(map(len, parts)) == world_size
-    if not everybody and len(parts) < SPEAKERS:
+    if len(parts) < (2 if everybody else SPEAKERS):
         return None
     blamed = outvoted(parts) if everybody else ()
     one, shown = _one(breach, blamed, world_size), "; ".join([*map(ranks_of, parts), *(() if everybody else ("…",))])

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_silent.config import BLOCK
+from ds_silent.device import local_of
 from ds_silent.drill.faults.fault import LANGUAGE_MODEL, Fault, Response
-from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target, local_of
+from ds_silent.drill.faults.injection import HEALTHY, Batch, Collective, Injection, Target
 from ds_silent.observing.observer import Observer
 from ds_silent.patches import Patches
 from ds_silent.practice.model import LanguageModel, PracticeModel

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_silent.config import ConfigError, SilentConsistencyConfig
+from ds_silent.device import local_of
 from ds_silent.framework import GatheredPiece, Moments, Part
 from ds_silent.frameworks.torch_common import Slice, Wrapped, attach_wrapped, idle_or_refused
 from ds_silent.frameworks.torch_framework import TorchFramework
@@ -158,7 +159,7 @@ class FSDP2Framework(TorchFramework):
             micro_batch_rows,
             accumulation,
             synchronises=lambda: synchronises(self._modules),
-            device=_local(named[0][1]).device,
+            device=local_of(named[0][1]).device,
         )
         self.aggregate_replicated, self._rows = False, self.share()
         self.hooked = plain_parameters(model, self._modules, self.names)
@@ -179,18 +180,18 @@ class FSDP2Framework(TorchFramework):
         """Yield what this rank's rows of the gradients hold as a backward begins: nobody has cleared it."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                yield index, _local(parameter.grad)
+                yield index, local_of(parameter.grad)
 
     def share(self) -> list[Slice]:
         return share_of(self.parameters, self._mesh)
 
     def values(self, gradient: Tensor | None, piece: Slice) -> Tensor | None:
-        return None if gradient is None else _local(gradient).detach().reshape(-1)[: piece.numel]
+        return None if gradient is None else local_of(gradient).detach().reshape(-1)[: piece.numel]
 
     def weights(self) -> Iterator[Part]:
         """Yield this rank's rows; nothing where it holds a replica of them."""
         for rows in self._rows:
-            yield rows.index, rows.start, _local(self.parameters[rows.index]).detach().reshape(-1)[: rows.numel]
+            yield rows.index, rows.start, local_of(self.parameters[rows.index]).detach().reshape(-1)[: rows.numel]
 
     def gathered(self) -> list[GatheredPiece]:
         """Return this rank's rows of what each module under ``fully_shard`` gathers in its own pre-hook."""
@@ -235,15 +236,10 @@ class FSDP2Framework(TorchFramework):
 
 def _own_rows(whole: Tensor, parameter: Any, rows: Slice) -> tuple[Tensor, Tensor] | None:
     """None where it is not gathered now, or is of another kind than a plain tensor, such as 8-bit floats."""
-    gathered, shard = whole.detach(), _local(parameter).detach()
+    gathered, shard = whole.detach(), local_of(parameter).detach()
     if type(gathered) is not Tensor or type(shard) is not Tensor or not gathered.untyped_storage().size():
         return None
     return gathered.reshape(-1)[rows.start : rows.start + rows.numel], shard.reshape(-1)[: rows.numel]
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 def attach_fsdp2(

@@ -256,11 +256,6 @@ def _layers(gathered: Gathered, layout: Layout, names: tuple[str, ...]) -> tuple
 # -- what the detectors need besides the record ------------------------------------------------------------------------
 
 
-def is_left_out(gathered: Gathered, context: Context) -> bool:
-    """Tell whether all ranks' scripts have thrown the step's gradient away; a loss scale that was too high has not."""
-    return context.update_skipped and not context.skipped and not bool(gathered.code.hyper_parameters.any())
-
-
 def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evidence:
     """Add to what is known of the rows what the detectors need of everything else, besides the record."""
     local = gathered.local
@@ -287,7 +282,6 @@ def evidence_of(gathered: Gathered, of_rows: Evidence, context: Context) -> Evid
         or f"{int(zeros.max())} {'more ' * (float(local.zeros.min()) > 0)}parameters",
         step_skipped=context.skipped,
         update_skipped=context.update_skipped,
-        left_out=is_left_out(gathered, context),
         micro_batches=tuple(gathered.loss.count.long().tolist()),
         layers=layer_values(gathered, context.layer_names),
         directions=_directions(gathered),

@@ -32,7 +32,7 @@ from ds_silent.measure.coverage import (
 )
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
-from ds_silent.measure.record import Context, evidence_of, is_left_out
+from ds_silent.measure.record import Context, evidence_of
 from ds_silent.measure.row_history import RecentRows, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
@@ -290,7 +290,9 @@ class RowTracker:
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Return the record's coverage, and what detectors need besides the record."""
     found, walk, rows_in_epoch = None, context.walk, context.rows_in_epoch
-    if gathered.ids.numel() and not is_left_out(gathered, context):  # else nothing is trained on its rows
+    # all ranks' scripts have thrown the gradient away, and nothing is trained on its rows
+    left_out = context.update_skipped and not context.skipped and not bool(gathered.code.hyper_parameters.any())
+    if gathered.ids.numel() and not left_out:
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
         rows = int(context.batch), rows_in_epoch
@@ -304,7 +306,7 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     alike = 1 if walk.told and gathered.ids.numel() else walk.deal.alike
     whole = torch.stack((gathered.loss.data, gathered.loss.first_rows), 1).numpy() if gathered.loss.data.any() else None
     of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=walk.deal.pass_rows, passes_alike=alike, whole_data=whole)
-    return coverage, evidence_of(gathered, of_rows, context)
+    return coverage, evidence_of(gathered, replace(of_rows, left_out=left_out), context)
 
 
 def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool) -> Coverage:

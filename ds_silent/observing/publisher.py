@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_silent.capture.loaders import DataFacts
 from ds_silent.capture.step import StepCapture
 from ds_silent.config import SilentConsistencyConfig
+from ds_silent.device import local_of
 from ds_silent.distributed.parts import Parts
 from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.layout import Layout
@@ -86,7 +87,7 @@ class Publisher:
     def _script_has_gradients(self) -> bool:
         """Tell whether the script writes gradients itself, as evolution strategies do; once, since the device waits."""
         held = [one.grad for one in self._capture.framework.parameters if one.grad is not None]
-        return any(bool((one.to_local() if hasattr(one, "to_local") else one).any()) for one in held)
+        return any(bool(local_of(one).any()) for one in held)
 
     def cut_short(self, boundary: int) -> None:
         """Keep the context of a step that does not end, because the training does."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_silent.device import local_of
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import layers_of
 from ds_silent.maths.fingerprint import short_hash
@@ -240,7 +241,7 @@ def counters_of(optimizer: Any) -> Iterator[float | Tensor]:
     for held in (*groups, *islice(states.values(), STATES)):
         count = held.get("step") if isinstance(held, Mapping) else None
         if isinstance(count, Tensor):
-            count = count.to_local() if hasattr(count, "to_local") else count
+            count = local_of(count)
             if count.numel() != 1:
                 continue
             if count.device.type == "cpu":

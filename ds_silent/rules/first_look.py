@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +25,8 @@ from torch import Tensor, nn
 
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
-from ds_silent.patches import Patches
 from ds_silent.rules.known_optimizers import number
-from ds_silent.rules.loads import LostState, unlike_file, vain_load
+from ds_silent.rules.loads import unlike_file, vain_load
 from ds_silent.rules.rule import Breach, Rule
 
 _SHOWN = 3
@@ -43,17 +41,11 @@ class FirstLook(Rule):
     def __init__(self, framework: Framework):
         self._framework = framework
         self._found: tuple[Breach, ...] | None = None
-        self._lost = LostState(framework)
-
-    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
-        """Look at the optimizers before their first step."""
-        for optimizer in self._framework.optimizers():
-            patches.hook(optimizer.register_step_pre_hook, functools.partial(safely, self._lost.look))
 
     def breaches(self) -> tuple[Breach, ...]:
         if self._found is None:
             self._found = tuple(found for look in _LOOKS if (found := look(self._framework)) is not None)
-        return *self._found, *self._lost.breaches()
+        return self._found
 
 
 def _untied(framework: Framework) -> Breach | None:

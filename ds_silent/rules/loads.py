@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
-from ds_silent.rules.rule import Breach
+from ds_silent.rules.rule import Breach, Rule
 
 _SHOWN = 3
 
@@ -187,7 +187,7 @@ def _source_of(state_dict: Any) -> tuple[str, bool] | None:
     return None
 
 
-class LostState:
+class LostState(Rule):
     """Look, before the first step, for optimizers that begin anew beside weights that do not.
 
     A resume takes all weights of the model; what takes a part of them is a fine-tuning.
@@ -196,6 +196,11 @@ class LostState:
     def __init__(self, framework: Framework):
         self._framework = framework
         self._found: tuple[Breach, ...] | None = None
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Look at the optimizers before their first step."""
+        for optimizer in self._framework.optimizers():
+            patches.hook(optimizer.register_step_pre_hook, functools.partial(safely, self.look))
 
     def look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Compare once what the model has loaded with what its optimizers hold, as the first of these steps."""
@@ -219,5 +224,4 @@ class LostState:
         self._found = (Breach("lost state", "update-mismatch", "info", name, message, remedy, self._framework.step),)
 
     def breaches(self) -> tuple[Breach, ...]:
-        """Return what was found."""
         return self._found or ()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_silent.device import local_of
 from ds_silent.drill.faults.injection import (
     NOTHING,
     Collective,
@@ -31,7 +32,6 @@ from ds_silent.drill.faults.injection import (
     add_noise,
     changing,
     flip_bit,
-    local_of,
     lowest_exponent_bit,
     top_exponent_bit,
 )

@@ -282,11 +282,6 @@ def lowest_exponent_bit(values: Tensor) -> int:
     return 8 * values.element_size() - 9
 
 
-def local_of(value: Any) -> Any:
-    """Return what this rank holds of a sharded tensor; anything else as it is."""
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def noise_like(values: Tensor, size: float, generator: torch.Generator) -> Tensor:
     """Draw random numbers of ``size`` times the norm of ``values``, and of their type."""
     noise = torch.randn(values.shape, generator=generator)
