@@ -127,8 +127,8 @@ class Losses:
 
     def begins(self, moments: Moments, root: Any) -> None:
         """Tell what a backward begins with; the engine's own have told of their loss before."""
-        by_hooks = self._pipelined or not self._engine._running_engine_backward
-        if self._gave is not None and isinstance(root, Tensor) and by_hooks:
+        by_hooks = self._gave is not None and (self._pipelined or not self._engine._running_engine_backward)
+        if by_hooks and isinstance(root, Tensor):
             promise = Promise("DeepSpeed's hook on what its engine returns", self._engine.gradient_accumulation_steps())
             moments.on_loss_handed(None, promise, self._below(root, True))
         moments.pre_backward(root)
