@@ -1,4 +1,4 @@
-"""Releases of DeepSpeed whose engine lacks what newer ones have: the known bug is told, and a right release is silent."""
+"""Releases of DeepSpeed whose engine lacks what newer ones have: the known bug is told, a right release is silent."""
 
 from __future__ import annotations
 
