@@ -2,8 +2,8 @@
 
 * ``load_state_dict(strict=False)`` takes weights: a warning if the last one has found none of its names in the model.
 * transformers' ``from_pretrained`` gives a model what its safetensors hold: a warning if its weights are others.
-* A checkpoint of which the model takes all weights may hold the state of an optimizer, too: a note if that begins anew.
-  So a resume forgets its moments, on every rank alike.
+* A checkpoint of which the model takes all weights may hold the states of an optimizer and a scheduler, too: a note if
+  one of them begins anew. So a resume forgets its moments or its learning rate, on every rank alike.
 
 :func:`watch_loads` sees them, where a whole process is observed.
 """
@@ -27,6 +27,7 @@ from ds_silent.distributed.parts import listed
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
+from ds_silent.rules.schedules import schedulers_of, step_of
 
 _SHOWN = 3
 
@@ -188,7 +189,7 @@ def _source_of(state_dict: Any) -> tuple[str, bool] | None:
 
 
 class LostState(Rule):
-    """Look, before the first step, for optimizers that begin anew beside weights that do not.
+    """Look, before the first step, for optimizers and schedulers that begin anew beside weights that do not.
 
     A resume takes all weights of the model; what takes a part of them is a fine-tuning.
     """
@@ -210,16 +211,22 @@ class LostState(Rule):
         wrapper, optimizers = self._framework.wrapper, self._framework.optimizers()
         wholes = [self._framework.module, *([wrapper] if isinstance(wrapper, nn.Module) else ())]
         taken = next((_taken[one] for one in wholes if one in _taken), None)
-        if taken is None or any(one.state for one in optimizers):
+        if taken is None:
             return
         name, scheduled = taken
-        message = (
-            f"The model has taken its weights from {name}, which also holds the state of an optimizer"
-            f"{' and of a learning-rate scheduler' * scheduled}, and the optimizer begins anew."
-        )
+        if not any(one.state for one in optimizers):
+            held = f"the state of an optimizer{' and of a learning-rate scheduler' * scheduled}"
+            anew, loses = "optimizer", "moments begin at 0. A scheduler has a state of its own"
+            meant = "from those weights alone"
+        elif scheduled and (schedulers := schedulers_of(self._framework)) and not any(map(step_of, schedulers)):
+            held = "the state of a learning-rate scheduler"
+            anew, loses, meant = "scheduler", "learning rate begins anew", "with a schedule of its own"
+        else:
+            return
+        message = f"The model has taken its weights from {name}, which also holds {held}, and the {anew} begins anew."
         remedy = (
-            "Do nothing if this run is to start from those weights alone. Else call the optimizer's load_state_dict, "
-            "too, before the first step: its moments begin at 0. A scheduler has a state of its own."
+            f"Do nothing if this run is to start {meant}. Else call the {anew}'s load_state_dict, too, before the "
+            f"first step: its {loses}."
         )
         self._found = (Breach("lost state", "update-mismatch", "info", name, message, remedy, self._framework.step),)
 

@@ -11,20 +11,19 @@ script has written itself, but that it is the same for all groups; how often a s
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from ds_silent.framework import Framework
 from ds_silent.patches import Patches
 from ds_silent.records import Severity
 from ds_silent.rules.known_optimizers import number
 from ds_silent.rules.rule import Breach, Rule
-from ds_silent.rules.schedules import Schedule, end_of, schedule_of, step_of
+from ds_silent.rules.schedules import Schedule, end_of, schedule_of, schedulers_of, step_of
 
 _AFTER_END, _AFTER_END_SHARE = 8, 0.05  # steps, and of its length: a schedule may end a little before the training
 TOLERANCE = 1e-5  # of the largest rate that the group has had: a rate may be held in fp32, or be made of many products
@@ -110,7 +109,7 @@ class RateRule(Rule):
 
     def _schedulers(self) -> list[tuple[Any, Schedule]]:
         """Find them once, and let those of chained schedules tell when they are about to step."""
-        came_with, schedulers = self._framework.came_with, self._framework.schedulers() or self._of_torch()
+        came_with, schedulers = self._framework.came_with, schedulers_of(self._framework)
         found = [(one, known) for one in schedulers if (known := schedule_of(one, came_with)) is not None]
         for scheduler, schedule in found:
             self._bases[id(scheduler)] = _bases_of(scheduler)
@@ -121,15 +120,6 @@ class RateRule(Rule):
                 if not all(now is None or right is None or _close(now, right) for now, right in rates):
                     self._changed.add(id(scheduler))
         return found
-
-    def _of_torch(self) -> list[Any]:
-        """Return the only scheduler of each optimizer; torch marks the step of one that has any."""
-        optimizers = [one for one in self._framework.optimizers() if hasattr(one.step, "_wrapped_by_lr_sched")]
-        if not optimizers:
-            return []
-        alive = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-        of_each = [[one for one in alive if getattr(one, "optimizer", None) is optimizer] for optimizer in optimizers]
-        return [held[0] for held in of_each if len(held) == 1]
 
     def _stepping(self, own: Any, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self._safely(self._about_to_step, own, scheduler, bool(args or kwargs))

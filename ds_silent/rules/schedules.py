@@ -9,6 +9,7 @@ A scheduler is known by its own class and never by its ancestors.
 
 from __future__ import annotations
 
+import gc
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
+from ds_silent.framework import Framework
 from ds_silent.rules.known_optimizers import number
 
 Rates = Sequence[float | None]
@@ -50,6 +52,16 @@ def schedule_of(scheduler: Any, came_with: Rates | None = None) -> Schedule | No
     if came_with is not None and name in _RISING:
         return _deepspeed(partial(_RISING[name], maxima=came_with))
     return _OF_TORCH.get(kind) or _BY_NAME.get(name)
+
+
+def schedulers_of(framework: Framework) -> list[Any]:
+    """Return the framework's schedulers, else each optimizer's only one; torch marks the step of one that has any."""
+    optimizers = [one for one in framework.optimizers() if hasattr(one.step, "_wrapped_by_lr_sched")]
+    if framework.schedulers() or not optimizers:
+        return list(framework.schedulers())
+    alive = [one for one in gc.get_objects() if issubclass(type(one), lr_scheduler.LRScheduler)]
+    of_each = [[one for one in alive if getattr(one, "optimizer", None) is optimizer] for optimizer in optimizers]
+    return [held[0] for held in of_each if len(held) == 1]
 
 
 def step_of(scheduler: Any) -> int:

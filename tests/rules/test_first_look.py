@@ -313,11 +313,12 @@ def test_weights_that_a_load_does_not_keep(tmp_path: Path) -> None:
 
 
 LOST = {
-    "both": " and of a learning-rate scheduler, and the optimizer begins anew.",
-    "both, names changed": " and of a learning-rate scheduler, and the optimizer begins anew.",
-    "both, in a list": " and of a learning-rate scheduler, and the optimizer begins anew.",
-    "optimizer": " and of a learning-rate scheduler, and the optimizer begins anew.",
-    "scheduler": "",
+    "both": "the state of an optimizer and of a learning-rate scheduler, and the optimizer begins anew.",
+    "both, names changed": "the state of an optimizer and of a learning-rate scheduler, and the optimizer begins anew.",
+    "both, in a list": "the state of an optimizer and of a learning-rate scheduler, and the optimizer begins anew.",
+    "optimizer": "the state of an optimizer and of a learning-rate scheduler, and the optimizer begins anew.",
+    "scheduler": "the state of a learning-rate scheduler, and the scheduler begins anew.",
+    "scheduler, at a step of its own": "",
     "none": "",
     "both, weights of another file": "",
     "both, weights of another file that was read first": "",
@@ -328,7 +329,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", list(LOST))
-def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> None:
+def test_a_resume_that_leaves_a_state_out(lost: str, tmp_path: Path) -> None:
     def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -357,11 +358,14 @@ def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> No
             model.load_state_dict(weights if "another file" in lost else read["model"])
         if "once more" in lost:
             model.load_state_dict(model.state_dict())
-        if lost in ("none", "scheduler"):
+        if lost == "none" or lost.startswith("scheduler"):
             optimizer.load_state_dict(read["training"]["o"])
         if lost in ("none", "optimizer"):
             scheduler.load_state_dict(read["training"]["s"])
+        if "own" in lost:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0, last_epoch=2)
         framework: Any = SimpleNamespace(module=model, wrapper=wrapper, step=1, optimizers=lambda: [optimizer])
+        framework.schedulers = list
         if "a part" in lost or "head" in lost:
             whole = nn.ModuleDict({"body": model, **({"head": nn.Linear(2, 2)} if "head" in lost else {})})
             if "head" in lost:
@@ -371,7 +375,7 @@ def test_a_resume_that_leaves_the_optimizer_out(lost: str, tmp_path: Path) -> No
         rule = LostState(framework)
         rule.look(optimizer, (), {})
         said = [(one.severity, one.where, one.message) for one in rule.breaches()]
-        head = "The model has taken its weights from last.pt, which also holds the state of an optimizer"
+        head = "The model has taken its weights from last.pt, which also holds "
         assert said == ([("info", "last.pt", head + LOST[lost])] if LOST[lost] else [])
     finally:
         patches.undo()
