@@ -118,6 +118,7 @@ class RowIds:
         self.repeated = False  # there was nothing to take, as every forward took the batch before once more
         self._warned = self._again = False
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
+        self.is_left_out: Callable[[], bool] = lambda: False  # the script has thrown away what the step has brought
         self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
         self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
         self._sizes = _StepSizes()
@@ -183,8 +184,15 @@ class RowIds:
             one.register_hook(partial(self._local, own.reached))  # type: ignore[no-untyped-call]
 
     def _leave_out(self) -> None:
-        """Leave out the forwards of this step of which no gradient has come, if one has come of others."""
+        """Leave out the forwards of this step of which no gradient has come, if one has come of others.
+
+        If the script throws the step's gradient away, all that are in it: they count where they are taken again (SAM).
+        """
         own = self._sent_next[self._start : self._behind]
+        if self.is_left_out():
+            self._newest = self._newest if len(self._sent_next) > self._behind else NewestBatch()
+            self._replace([], any(one.begins for one in own))
+            return
         kept = [one for one in own if not one.acted]
         if len(kept) < len(own) and any(one.trained for one in kept):
             self._replace(kept, any(one.begins for one in own if one.acted))

@@ -275,12 +275,12 @@ class StepCapture:
         aggregate = ReducedGradient(self._local, in_norm, config.integrity.reread)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
-        rules = rules_of(framework, config)
-        own = [self.settings.objective.places, WorkerRows(lambda: framework.step)]
+        own, rules = [self.settings.objective.places, WorkerRows(lambda: framework.step)], rules_of(framework, config)
         self.breach_check = BreachCheck([*own, *rules] if rules else [], framework, self.guard)
         forwards = Forwards(framework, self.guard.local, self.rows, self.loaders, self.settings, self.traced)
         self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
         self.rows.is_measured = lambda: self.moments.plan.measures
+        self.rows.is_left_out = lambda: framework.counts.left_out
         self._patches = Patches()
         self._before: Observation | None = None  # of the step's reduction
 

@@ -1,10 +1,11 @@
-"""Rows that come again: right after their rank took them, or in the order of an earlier epoch."""
+"""Rows that come again: right behind each other, beside what a rank is dealt, or in the order of an earlier epoch."""
 
 from __future__ import annotations
 
 import base64
 import math
 import zlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ import numpy.typing as npt
 
 from ds_silent.exchange.row_ids import Ids
 from ds_silent.maths.mixing import mix64
+from ds_silent.measure.coverage import EpochCoverage
 from ds_silent.measure.evidence import OrderAgain
 
 REGISTERS = 64
+BEYOND = 1.25  # times the rows that were dealt: if as many different ones come, some are none of the data
+STUCK = 16  # batches of the other ranks; a rank's own count once for twice as many, see batch_rows
 _POWERS = np.ldexp(1.0, -np.arange(64)).astype(np.float32)
 _BIAS = 0.709  # of 64 registers (Flajolet et al., HyperLogLog, 2007)
 
@@ -175,3 +179,76 @@ class SameOrder:
         # a pass that was broken off may have been a trial before the training, as a search for its learning rate
         whole = rows_in_epoch is not None and 4 * rows >= 3 * rows_in_epoch
         return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None
+
+
+@dataclass
+class IdleRanks:
+    """Find ranks that have taken no new rows while the others took ``STUCK`` batches.
+
+    An optimizer that takes a batch several times does so on all ranks alike.
+    """
+
+    had_rows: bool = False  # every rank
+    ranks: tuple[int, ...] = ()
+    batches: float = 0.0  # of the others meanwhile
+
+    def without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
+        """Return them, if ``taken`` are the rows of each rank since the last observation."""
+        idle, batches = tuple(np.flatnonzero(taken <= 0).tolist()), float(taken.max()) / max(1, own_rows)
+        if not self.had_rows or len(idle) == len(taken):
+            return ()
+        self.ranks, self.batches = idle, batches + (self.batches if idle == self.ranks else 0.0)
+        return idle if self.batches >= STUCK else ()
+
+
+@dataclass
+class OtherRows:
+    """Find out, of the first rank, that its forwards also take rows of none of the data: a GAN's fakes, several views.
+
+    More of its rows of an epoch are different then than were dealt to it, also where other ranks take the same.
+    """
+
+    found: bool = False
+    samples: int = 0  # dealt until the last observation
+    samples_before: int | None = 0  # of them, those before this epoch, or fewer; None: not known
+    rows: EpochCoverage = field(default_factory=lambda: EpochCoverage(4096))  # of its forwards in this epoch
+
+    def start_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.samples_before = self.samples
+        self.rows.start_epoch()
+
+    def look(self, samples: int, spare: int) -> None:
+        """Compare the epoch's rows with ``samples``, dealt so far; ``spare``: rows that prove nothing."""
+        if self.samples_before is not None:
+            self.found |= self.rows.distinct > BEYOND * (samples - self.samples_before) + spare
+        self.samples = samples
+
+
+@dataclass
+class RowsAgain:
+    """Count rows that the script takes once more by itself, beside what it is dealt: a replay, an adaptation.
+
+    They are none of the epoch. A batch that comes twice, one after the other, is no replay. A script that is dealt
+    nothing for ``STUCK`` batches goes over what it keeps, which is followed.
+    """
+
+    taken: int = 0  # by forwards of the first rank
+    dealt: int | None = None  # to it
+    idle: int = 0  # rows that it has taken since
+
+    def of_step(self, taken: int, repeats: float, dealt: int, most: int) -> int:
+        """Return how many of the first rank's rows since the last observation were more than it was dealt.
+
+        Args:
+            taken: since the last observation.
+            repeats: of them, those that it had taken just before.
+            dealt: so far.
+            most: rows that it may take while it is dealt nothing.
+        """
+        excess = self.taken + taken - dealt
+        self.idle = self.idle + taken if dealt == self.dealt else 0
+        follows = self.dealt is None or self.idle > most or 2 * repeats > excess
+        self.taken = dealt if self.dealt is None else min(self.taken + taken, dealt)
+        self.dealt = dealt
+        return 0 if follows else min(taken, max(0, excess))

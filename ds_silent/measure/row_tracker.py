@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from ds_silent.measure.coverage import (
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
-from ds_silent.measure.row_history import RecentRows, SameOrder
+from ds_silent.measure.row_history import STUCK, IdleRanks, OtherRows, RecentRows, RowsAgain, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
 
@@ -45,52 +45,6 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
-BEYOND = 1.25  # times the rows that were dealt: if as many different ones come, some are none of the data
-STUCK = 16  # batches of the other ranks; a rank's own count once for twice as many, see batch_rows
-
-
-@dataclass
-class IdleRanks:
-    """Find ranks that have taken no new rows while the others took ``STUCK`` batches.
-
-    An optimizer that takes a batch several times does so on all ranks alike.
-    """
-
-    had_rows: bool = False  # every rank
-    ranks: tuple[int, ...] = ()
-    batches: float = 0.0  # of the others meanwhile
-
-    def without_new_rows(self, taken: npt.NDArray[np.int64], own_rows: int) -> tuple[int, ...]:
-        """Return them, if ``taken`` are the rows of each rank since the last observation."""
-        idle, batches = tuple(np.flatnonzero(taken <= 0).tolist()), float(taken.max()) / max(1, own_rows)
-        if not self.had_rows or len(idle) == len(taken):
-            return ()
-        self.ranks, self.batches = idle, batches + (self.batches if idle == self.ranks else 0.0)
-        return idle if self.batches >= STUCK else ()
-
-
-@dataclass
-class OtherRows:
-    """Find out, of the first rank, that its forwards also take rows of none of the data: a GAN's fakes, several views.
-
-    More of its rows of an epoch are different then than were dealt to it, also where other ranks take the same.
-    """
-
-    found: bool = False
-    samples: int = 0  # dealt until the last observation
-    samples_before: int | None = 0  # of them, those before this epoch, or fewer; None: not known
-    rows: EpochCoverage = field(default_factory=lambda: EpochCoverage(4096))  # of its forwards in this epoch
-
-    def start_epoch(self) -> None:
-        """Begin the next epoch."""
-        self.samples_before = self.samples
-        self.rows.start_epoch()
-
-    def look(self, samples: int, spare: int) -> None:
-        """Compare the epoch's rows with ``samples``, dealt so far; ``spare``: rows that prove nothing."""
-        if self.samples_before is not None:
-            self.found |= self.rows.distinct > BEYOND * (samples - self.samples_before) + spare
-        self.samples = samples
 
 
 class RowTracker:
@@ -109,6 +63,7 @@ class RowTracker:
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
         self._idle = IdleRanks()
         self._others = OtherRows()
+        self._again, self._of_epoch_again = RowsAgain(), 0  # the latter of all ranks
 
     def step(
         self,
@@ -159,16 +114,23 @@ class RowTracker:
         if order is not None:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
-        for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk):
+        again, visits = 0, self._epoch.visits - self._of_epoch_again
+        if samples is not None and not walk.told:
+            over = rows_in_epoch is not None and visits + own_rows * ranks > rows_in_epoch
+            most = 0 if over else STUCK * own_rows
+            again = ranks * self._again.of_step(int(sent.taken[0]), repeats[0] / rate, samples // ranks, most)
+        for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk, again):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
                 self._epoch.start_epoch()
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
                 self._others.start_epoch()
-            visits = _rows_of(sent, first, end)
-            self._epoch.update(sent.values[part], int(visits.sum()))
+                self._of_epoch_again = 0
+            self._of_epoch_again, again = self._of_epoch_again + again, 0
+            each = _rows_of(sent, first, end)
+            self._epoch.update(sent.values[part], int(each.sum()))
             if not self._others.found:
-                self._others.rows.update(sent.values[part & (sent.owners == 0)], int(visits[0]))
+                self._others.rows.update(sent.values[part & (sent.owners == 0)], int(each[0]))
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count
@@ -190,7 +152,8 @@ class RowTracker:
         if rows_in_epoch is None or self._partial or self._others.found:
             share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)
-        coverage = _coverage(self._epoch, rows_in_epoch, walk, rate, bool(self._before_anew))
+        visits = self._epoch.visits - self._of_epoch_again
+        coverage = _coverage(self._epoch, visits, rows_in_epoch, walk, rate, bool(self._before_anew))
         repeated = max(0.0, coverage.epoch - coverage.seen)
         return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
 
@@ -201,7 +164,7 @@ class RowTracker:
         return None if found is None else replace(found, rows=round(found.rows / sent.rate))
 
     def _parts(
-        self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk
+        self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk, again: int
     ) -> Iterator[tuple[bool, int, int]]:
         """Cut the rows by epochs; yield whether an epoch begins with the part, and each rank's first and end place.
 
@@ -215,9 +178,9 @@ class RowTracker:
         while place < length:
             end = starts.pop(0) if starts else length
             inside = (sent.places >= place) & (sent.places < end)
-            many = int(_rows_of(sent, place, end).sum())
+            many = int(_rows_of(sent, place, end).sum()) - again
             spare = own_rows * ranks if walk.watched else 0
-            visits = self._epoch.visits - self._before_anew
+            visits = self._epoch.visits - self._of_epoch_again - self._before_anew
             before = 0 if begins else visits - spare
             dealt = (rows_in_epoch or 0) + walk.facts.filled
             if rows_in_epoch and not begins and epoch_is_over(before, many, dealt, ranks):
@@ -270,6 +233,7 @@ class RowTracker:
             "short": self._short,
             "before_anew": self._before_anew,
             "mixed": self._others.found,
+            "again": self._of_epoch_again,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -282,6 +246,7 @@ class RowTracker:
         self._first = np.array(state["first"], dtype=np.uint64)
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
         self._others = OtherRows(found=bool(state.get("mixed", False)), samples_before=None)
+        self._again, self._of_epoch_again = RowsAgain(), int(state.get("again", 0))
         self._order = SameOrder()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
@@ -292,11 +257,11 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     found, walk, rows_in_epoch = None, context.walk, context.rows_in_epoch
     # all ranks' scripts have thrown the gradient away, and nothing is trained on its rows
     left_out = context.update_skipped and not context.skipped and not bool(gathered.code.hyper_parameters.any())
-    if gathered.ids.numel() and not left_out:
+    if gathered.ids.numel():
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
-        rows = int(context.batch), rows_in_epoch
-        found = tracker.step(gathered.ids, *rows, walk, context.sampling, micro_batches, context.samples)
+        rows, comes = (int(context.batch), rows_in_epoch), replace(walk, repeated=walk.repeated or left_out)
+        found = tracker.step(gathered.ids, *rows, comes, context.sampling, micro_batches, context.samples)
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, walk.deal, context.samples, of_step, rows_in_epoch)
     coverage, of_rows = found or (CoverageStats(), Evidence())
@@ -309,9 +274,11 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     return coverage, evidence_of(gathered, replace(of_rows, left_out=left_out), context)
 
 
-def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool) -> Coverage:
+def _coverage(
+    epoch: EpochCoverage, visits: int, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool
+) -> Coverage:
     """Return how much of its rows an epoch has seen; ``begun_anew``: a resumed run began its pass from the start."""
-    seen, consumed = epoch.seen(rows_in_epoch), epoch.visits / rows_in_epoch
+    seen, consumed = epoch.seen(rows_in_epoch), visits / rows_in_epoch
     unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
     anew: Severity | None = None
     if begun_anew:
