@@ -162,7 +162,7 @@ def kept_weights(watch: Watch) -> Found:
     from torch import nn
 
     from ds_silent.patches import Patches
-    from ds_silent.rules.first_look import watch_loads
+    from ds_silent.rules.loads import watch_loads
 
     class Own(transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = transformers.BertConfig

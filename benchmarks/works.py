@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]  # tests, and what they train
 
 from ds_silent.extras import installed  # noqa: E402 - the tests are no package that is installed
 from ds_silent.practice.ranks import RankBroke  # noqa: E402

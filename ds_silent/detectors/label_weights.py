@@ -248,19 +248,23 @@ def _changed(weights: LabelWeights) -> float:
 
 
 _FIRST_LABELS = {
-    1: " It is one label more for each row: the count holds a row's first label too, which a causal language model "
-    "drops as it shifts the labels. transformers' Trainer counts so by itself; the script is not at fault.",
+    1: " It is one label more for each row, or for some: the count holds a row's first label too, which a causal "
+    "language model drops as it shifts the labels. Before release 5 transformers' Trainer counts so by itself; the "
+    "script is not at fault.",
     -1: " It is one label less for each row: the count leaves a row's first label out, and it is trained, as behind "
     "the tokens that peft puts before a row (prompt tuning). Then the script is not at fault.",
 }
 
 
 def _off_by_a_label_each(weights: LabelWeights, total: float, evidence: Evidence) -> int:
-    """Return 1 if the loss is divided as for one label more in each row of the step than are trained; -1: for less."""
+    """Return 1 if the loss is divided as for one label more in rows of the step than are trained; -1: for less in each.
+
+    A row whose first token is padding has no first label.
+    """
     if evidence.rows_per_rank is None or evidence.rows_sampled < 1.0:
         return 0
     more, rows = round(weights.labels / total) - weights.labels, sum(evidence.rows_per_rank)
-    return (more > 0) - (more < 0) if abs(more) == rows else 0
+    return int(0 < more <= rows) - (more == -rows)
 
 
 def _is_by_items(weights: LabelWeights, ranks: int) -> bool:

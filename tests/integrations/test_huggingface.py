@@ -67,14 +67,16 @@ def check(case: HFCase, ranks: list[tuple[HFTrace, HFTrace]]) -> None:
     records = ranks[0][0].records
     steps = len(ranks[0][0].losses)
     assert [record["step"] for record in records] == list(range(1, steps + 1))
+    counts_right = int(version("transformers").split(".")[0]) >= 5  # 4 counts the first labels of rows, too
     for place, record in enumerate(records):
         assert record["loss"]["per_rank"] == pytest.approx([rank[0].losses[place] for rank in ranks], rel=1e-5)
         assert record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"]
-        if int(version("transformers").split(".")[0]) >= 5:  # each label of the step counts alike, whoever holds it
+        if counts_right:  # each label of the step counts alike, whoever holds it
             objective = record["objective"]
             assert objective["weight_sum"] == pytest.approx(1.0, rel=1e-4)
             assert objective["weight_max"] == pytest.approx(objective["weight_min"], rel=1e-4)
-    assert ranks[0][0].events == ()
+    told = [(event["kind"], event["severity"], event["where"]) for event in ranks[0][0].events]
+    assert set(told) <= (set() if counts_right else {("objective-mismatch", "info", "loss")})
 
 
 def quartered(directory: str, observed: bool) -> HFTrace:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import ds_silent
 from benchmarks import house, unchanged
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +71,23 @@ def test_a_record_that_changed_is_seen_and_a_time_is_no_change(tmp_path: Path) -
         "b: is gone",
         "c: is new",
     ]
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "launch"])
+def test_what_stands_outside_of_the_package_imports_names_that_it_has(folder: str) -> None:
+    """Also within functions, which run in benchmarks of an hour alone."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py"))]
+    named = {
+        (node.module, name.name)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ds_silent"
+        for name in node.names
+    }
+    missing = [
+        f"{module}.{name}"
+        for module, name in sorted(named)
+        if not hasattr(import_module(module), name) and find_spec(f"{module}.{name}") is None
+    ]
+    assert len(named) > 5
+    assert missing == []

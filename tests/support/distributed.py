@@ -52,7 +52,8 @@ class _Kept:
         self._broke: list[BaseException] = []
         self._runs = threading.Thread(target=self._run, args=(theirs,), daemon=True)
         self._runs.start()
-        self._processes = self._replies(time.monotonic() + 120.0)
+        self._processes: list[Any] = []
+        self._processes = self._replies(time.monotonic() + 240.0)  # an operator may be compiled meanwhile
 
     def _run(self, theirs: list[Connection]) -> None:
         try:
@@ -73,6 +74,8 @@ class _Kept:
                 late = "" if deadline < float("inf") else "they took too long, and the first that had not ended: "
                 raise RankBroke(f"{late}{self._broke[0]}")
             if time.monotonic() > deadline:
+                if not self._processes:
+                    raise RankBroke("the ranks did not start")
                 os.kill(self._processes[missing[0]], signal.SIGKILL)  # what it wrote is then in the error
                 deadline = float("inf")
             for ready in wait([self._ours[rank] for rank in missing], timeout=0.1):
