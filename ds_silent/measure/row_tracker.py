@@ -126,11 +126,12 @@ class RowTracker:
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
                 self._others.start_epoch()
                 self._of_epoch_again = 0
-            self._of_epoch_again, again = self._of_epoch_again + again, 0
             each = _rows_of(sent, first, end)
-            self._epoch.update(sent.values[part], int(each.sum()))
-            if not self._others.found:
-                self._others.rows.update(sent.values[part & (sent.owners == 0)], int(each[0]))
+            if again < int(each.sum()):  # else all of them are none of the epoch
+                self._epoch.update(sent.values[part], int(each.sum()))
+                self._of_epoch_again, again = self._of_epoch_again + again, 0
+                if not self._others.found:
+                    self._others.rows.update(sent.values[part & (sent.owners == 0)], int(each[0]))
             # a row of one rank's last epoch may be another rank's in this one
             found = shared_rows(sent.values[part & of_step], sent.owners[part & of_step])
             shared += found.count

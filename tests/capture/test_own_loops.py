@@ -94,7 +94,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
         dict(zip(data.inputs[:, 0].tolist(), range(160), strict=True)),
     )
     accumulation = 2 if style in ("row by row", "fakes", "twice") else 1
-    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    loader, kept = DataLoader(data, batch_size=2, sampler=sampler), list[tuple[torch.Tensor, torch.Tensor]]()
     with ds_silent.observe(model, optimizer, config=config, loader=loader, accumulation=accumulation) as observer:
         for epoch in range(2):
             sampler.set_epoch(epoch)
@@ -115,11 +115,18 @@ def unlike_loop(output_dir: str, style: str) -> None:
                     model(inputs.clone(), labels).backward()
                 elif style == "packed":
                     model(inputs.flatten(0, 1)[None].unflatten(1, (-1, 6)), labels[None]).backward()
+                elif style == "replay":
+                    model(inputs, labels).backward()
                 else:
                     for one, label in zip(inputs, labels, strict=True):
                         model(one[None], label[None]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                kept.append((inputs.clone(), labels.clone()))
+                if style == "replay" and len(kept) > 3:  # rows of a while ago, as of a buffer
+                    model(*kept[len(kept) // 2]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
 
 
 QUICK = ("pairs", "pairs with ids", "packed", "row by row", "plain", "edges")
@@ -201,6 +208,18 @@ def test_rows_that_no_loader_has_dealt_are_no_share_of_the_data(style: str, tmp_
     else:
         assert seen[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
         assert repeated[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
+
+
+def test_rows_that_a_script_replays_beside_its_loader_are_none_of_the_epoch(tmp_path: Path) -> None:
+    """They were a warning that rows come again, and the epoch ended with half of its rows seen."""
+    run_distributed(unlike_loop, 2, (str(tmp_path), "replay"))
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+    passes = [record["coverage"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert len(passes) == 80 + 77
+    assert {one["repeated"] for one in passes if one["seen"] < 1.0} == {0.0}  # then it may be the data once more
+    dealt = [1, 2, 3, *(n for n in range(4, 41) for _ in range(2))]
+    assert [one["seen"] for one in passes[: len(dealt)]] == pytest.approx([n / 40 for n in dealt])
+    assert [one["seen"] for one in passes[len(dealt) :: 2]] == pytest.approx([n / 40 for n in range(1, 41)])
 
 
 def oracle(taken: list[list[list[float]]], accumulation: int, per_epoch: int, rows: int) -> list[tuple[float, float]]:

@@ -233,8 +233,10 @@ def train(kind: str, directory: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["once", "sam", "closure", "acts", "accumulates"])
-@pytest.mark.long
+LONG = ("once", "closure", "acts", "accumulates")
+
+
+@pytest.mark.parametrize("kind", ["sam", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_on_kept_ranks(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
