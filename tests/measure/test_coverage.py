@@ -16,7 +16,7 @@ from ds_silent.capture.loaders import Walk
 from ds_silent.exchange.row_ids import Ids, Sampling, StepIds, pack_ids, pack_rows, unpack_ids
 from ds_silent.maths.statistics import expected_coverage
 from ds_silent.measure.coverage import ALL_PAIRS, EpochCoverage, SharedRows, epoch_is_over, shared_rows
-from ds_silent.measure.row_history import RecentRows
+from ds_silent.measure.row_history import RecentRows, RowsAgain
 from ds_silent.measure.row_tracker import RowsOfStep, RowTracker, one_view
 from finetune.sampler import Plan, ResumableSampler, step_positions
 from tests.support.ids_by_rank import by_rank
@@ -356,3 +356,15 @@ def test_one_rank_alone_with_views_keeps_them() -> None:
     own = [torch.tensor(VIEWS["neighbours"][0]), torch.arange(100, 112)]
     sent = unpack_ids(torch.stack([pack_rows(rows, sampling) for rows in own]).double(), sampling)
     assert one_view(sent, 12, 2)[0] is sent
+
+
+def test_rows_that_a_script_takes_again_beside_what_it_is_dealt() -> None:
+    rows = RowsAgain()
+    assert rows.of_step(8, 0, 1000, 128) == 0  # a resume: what was before is not known
+    assert rows.of_step(16, 0, 1008, 128) == 8  # a replay within the step
+    assert rows.of_step(8, 3, 1008, 128) == 8  # and one as a step of its own, with a few of the newest rows
+    assert rows.of_step(8, 8, 1008, 128) == 0  # a batch that comes twice
+    assert rows.of_step(16, 8, 1016, 128) == 0  # and within one step
+    assert rows.of_step(8, 0, 1032, 128) == 0  # a batch is skipped
+    assert [rows.of_step(8, 0, 1032, 128) for _ in range(18)] == [0, *[8] * 15, 0, 0]  # the script keeps its batches
+    assert rows.of_step(16, 0, 1040, 128) == 8
