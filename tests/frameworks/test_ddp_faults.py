@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp  # fully_shard is in it from torch 2.6 on
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -459,7 +459,7 @@ def train_untrained(directory: str, how: str, sharded: bool = False, accumulatio
     data = TensorDataset(torch.randn(384, 8), torch.arange(384) % 3)
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, seed=3), drop_last=True)
     unused = how == "detached"
-    model = fully_shard(module) if sharded else DistributedDataParallel(module, find_unused_parameters=unused)
+    model = fsdp.fully_shard(module) if sharded else DistributedDataParallel(module, find_unused_parameters=unused)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     config = {"output_dir": directory, "tensorboard": False}
     batches = iter(loader)

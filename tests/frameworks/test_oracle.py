@@ -18,6 +18,7 @@ from tests.support.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle
 STEPS = 6  # twice an interval of 3, and both sides of a comparison of the replicas
 RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "observer-off", "initial-weights-mismatch")
 SKETCH_SIZE = 1024  # of tests.training.Case.config
+READS_LABELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)  # older ones hide whether hooks packed them
 EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
 
 
@@ -109,8 +110,11 @@ def check_record(case: Case, record: dict[str, Any], truth: dict[str, Any]) -> N
     expected = {"weight_sum": whole, "weight_min": whole / labels, "weight_max": whole / labels, "labels": labels}
     own = dict(record["objective"])
     angle = [own.pop(name) for name in ("mean_of_means_angle", "mean_of_means_angle_error")]
-    assert own == pytest.approx({**expected, "known": True}, rel=1e-5), where
-    if case.method == "off":
+    if READS_LABELS:
+        assert own == pytest.approx({**expected, "known": True}, rel=1e-5), where
+    else:
+        assert own == {**dict.fromkeys(expected), "known": False}, where
+    if case.method == "off" or not READS_LABELS:
         assert angle == [None, None], where
     else:  # all labels count alike
         assert angle == pytest.approx([0.0, 0.0], abs=1e-3), where
