@@ -75,6 +75,8 @@ class _Kept:
                 raise RankBroke(f"{late}{self._broke[0]}")
             if time.monotonic() > deadline:
                 if not self._processes:
+                    for ours in self._ours:  # those that start yet end at once
+                        ours.close()
                     raise RankBroke("the ranks did not start")
                 os.kill(self._processes[missing[0]], signal.SIGKILL)  # what it wrote is then in the error
                 deadline = float("inf")
