@@ -180,6 +180,7 @@ def run(environment: Environment) -> Outcome:
     report = CACHE / f"{key}.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "900", "--junitxml", str(report)]
+    options += ["-m", "not matrix and not readme"]  # long ones, too
     with (CACHE / f"{key}.log").open("w") as log:
         command = [str(python), "-m", "pytest", *options, *environment.tests]
         try:
