@@ -8,7 +8,7 @@
 
 Clipping and its like are the script's own business: what is reduced is looked at before, what is applied after them.
 Whether a script changed gradients in between is found without reading them again. On the CPU what is applied is not
-read either, if it lies where it was read, torch has counted no write since, and a few elements of each tensor, not all
+read either, if it lies where it was read, torch has counted no write since, and some elements of each tensor, not all
 of them zero, are what they were. On an accelerator the host would have to wait for these.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from ds_silent.exchange.observation import LEFT_OUT, PARTLY, Applied, Reduced
 from ds_silent.framework import Part
 from ds_silent.maths.rounding_bound import multiple_of
 
-FEW = 8  # elements of each tensor
+FEW, MORE = 8, 4096  # elements of each tensor; of one in which the few are zero
 
 
 class Remembered:
@@ -33,6 +34,7 @@ class Remembered:
 
     def __init__(self, values: Sequence[Tensor]):
         self._places, self._few = _places(values), _few(values)
+        self._more = {place: _some(values[place], MORE).clone() for place in self._zeros(values)}
 
     def hold(self, values: Sequence[Tensor]) -> bool:
         """Tell whether each of these is one of the pieces, and was not written to since."""
@@ -55,12 +57,21 @@ class Remembered:
         """Tell whether these are the pieces, as they were; not on an accelerator, where the host would wait.
 
         A piece whose few elements are zero, as an embedding's are where no token came, says nothing: scaled they stay.
+        Of such a piece more elements are compared; if they are zero, too, it is not known.
         """
-        if self._few is None or self._few.device.type != "cpu" or self.moved(values):
+        if self._few is None or self._few.device.type != "cpu" or self.moved(values) or bool(self.differs(values)):
             return False
-        counts = [min(FEW, value.numel()) for value in values if value.numel()]
-        known = all(bool(own.any()) for own in torch.split(self._few != 0.0, counts))
-        return known and not bool(self.differs(values))
+        more = ((held, _some(values[place], MORE)) for place, held in self._more.items())
+        return all(bool(held.any()) and torch.equal(held, now) for held, now in more)
+
+    def _zeros(self, values: Sequence[Tensor]) -> list[int]:
+        """Return the places of pieces on the CPU whose few elements are all zero."""
+        if self._few is None or self._few.device.type != "cpu":
+            return []
+        counts = np.array([min(FEW, value.numel()) for value in values])
+        held = np.flatnonzero(counts)
+        known = np.logical_or.reduceat((self._few != 0.0).numpy(), np.cumsum(counts)[held] - counts[held])
+        return list(map(int, held[~known]))
 
 
 def _places(values: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -72,12 +83,12 @@ def _few(values: Sequence[Tensor]) -> Tensor | None:
     return torch.cat([_some(value) for value in values]) if values else None
 
 
-def _some(value: Tensor) -> Tensor:
+def _some(value: Tensor, most: int = FEW) -> Tensor:
     """Elements that are spread evenly: one view of a contiguous tensor, because this is done for each at every step."""
-    step, count = max(1, value.numel() // FEW), min(FEW, value.numel())
+    step, count = max(1, value.numel() // most), min(most, value.numel())
     if value.is_contiguous() and not value.requires_grad:
         return value.as_strided((count,), (step,))
-    return value.detach().reshape(-1)[::step][:FEW]
+    return value.detach().reshape(-1)[::step][:most]
 
 
 Sketched = tuple[Tensor, Tensor]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.local_gradient import LocalGradient
-from ds_silent.capture.reduced_gradient import ReducedGradient
+from ds_silent.capture.reduced_gradient import ReducedGradient, Remembered
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.kernels.accumulator import CompiledAccumulator
 from ds_silent.sinks.jsonl import read_events
@@ -175,3 +175,20 @@ def test_what_is_written_within_the_step(write: Any, zeros: bool, reread: bool, 
     assert float(applied.factor) == pytest.approx(factor, rel=0.1 if error else 1e-6)
     assert float(applied.error) == pytest.approx(error, rel=0.1, abs=1e-9)
     assert float(local.accumulator.take()[0].abs().max()) == 0.0
+
+
+def test_of_an_embedding_that_few_tokens_hit_more_is_compared() -> None:
+    """8 elements of 100,000 are zero, and so is nearly all of them: it was read at every step."""
+    values = torch.zeros(100, 1000)
+    values[7] = 1.0
+    others = torch.ones(3)
+    remembered = Remembered([values, others])
+    assert remembered.are([values, others])
+    values.data.mul_(0.5)
+    assert not remembered.are([values, others])
+    nothing = torch.zeros(100, 1000)
+    assert not Remembered([nothing]).are([nothing])
+    nothing[50, 50] = 1.0  # a write that torch counts
+    assert not Remembered([nothing]).are([nothing])
+    empty = torch.zeros(0)
+    assert Remembered([empty, others, empty]).are([empty, others, empty])
