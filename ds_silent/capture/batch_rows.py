@@ -188,14 +188,12 @@ class RowIds:
 
         If the script throws the step's gradient away, all that are in it: they count where they are taken again (SAM).
         """
-        own = self._sent_next[self._start : self._behind]
-        if self.is_left_out():
-            self._newest = self._newest if len(self._sent_next) > self._behind else NewestBatch()
-            self._replace([], any(one.begins for one in own))
-            return
-        kept = [one for one in own if not one.acted]
-        if len(kept) < len(own) and any(one.trained for one in kept):
-            self._replace(kept, any(one.begins for one in own if one.acted))
+        own, gone = self._sent_next[self._start : self._behind], self.is_left_out()
+        kept = [one for one in own if not (gone or one.acted)]
+        if gone and len(self._sent_next) == self._behind:
+            self._newest = NewestBatch()
+        if gone or (len(kept) < len(own) and any(one.trained for one in kept)):
+            self._replace(kept, any(one.begins for one in own if gone or one.acted))
 
     def _replace(self, kept: list[_MicroBatch], begins: bool) -> None:
         """Keep these alone of this step's whose backward has come; ``begins``: one of the others began a pass."""
@@ -223,11 +221,12 @@ class RowIds:
 
     def _warn(self, ids: int, rows: int) -> None:
         if not self._warned:
-            self._warned = True
             _warn_of(ids, rows)
+        self._warned = True
 
     def _told_late(self) -> None:
         """Take ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
+        self._leave_out()
         hashed = [one for one in self._sent_next[self._start :] if not one.told]
         for one, given in zip(hashed, self._given, strict=False):
             if len(given) in (len(one.ids), self._micro_batch):
@@ -259,7 +258,6 @@ class RowIds:
         """Pack the ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
-        self._leave_out()
         self._told_late()
         taken, self._sent_next, self._start, self._behind, self._kept = self._sent_next, [], 0, 0, 0
         places = [0, *accumulate(len(one.ids) for one in taken)]
@@ -277,7 +275,6 @@ class RowIds:
         """Hash all rows of the step under way before they are taken, fp32 (ROW_NUMBERS,) on ``device``; None if off."""
         if not self.enabled:
             return None
-        self._leave_out()
         self._told_late()
         own = self._sent_next[self._start :]
         together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
@@ -291,7 +288,6 @@ class RowIds:
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._sizes = _StepSizes()
-        self._leave_out()
         self._told_late()
         self._kept += sum(len(one.ids) for one in self._sent_next[self._start :])
         while len(self._sent_next) > 1 and self._kept - len(self._sent_next[0].ids) > self._capacity:

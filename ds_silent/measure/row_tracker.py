@@ -110,7 +110,7 @@ class RowTracker:
         recent, dealt = self._recent, self.deal.rows
         passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared, dealt.trails)
         self._partial |= not sent.complete
-        order = self._order_again(sent, rows_in_epoch, bool(walk.starts))
+        order = _order_again(self._order, sent, rows_in_epoch, bool(walk.starts))
         if order is not None:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
@@ -157,12 +157,6 @@ class RowTracker:
         coverage = _coverage(self._epoch, visits, rows_in_epoch, walk, rate, bool(self._before_anew))
         repeated = max(0.0, coverage.epoch - coverage.seen)
         return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
-
-    def _order_again(self, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
-        """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
-        known = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
-        found = self._order.step(sent.values[sent.owners == 0], known, len(sent.taken), begun)
-        return None if found is None else replace(found, rows=round(found.rows / sent.rate))
 
     def _parts(
         self, sent: StepIds, own_rows: int, rows_in_epoch: int | None, walk: Walk, again: int
@@ -338,6 +332,13 @@ def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds,
 def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
     """Count each rank's rows from one place to another, (N,), sent or not."""
     return np.minimum(sent.looked, end) - np.minimum(sent.looked, first)
+
+
+def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
+    """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
+    dealt = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
+    found = known.step(sent.values[sent.owners == 0], dealt, len(sent.taken), begun)
+    return None if found is None else replace(found, rows=round(found.rows / sent.rate))
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:
