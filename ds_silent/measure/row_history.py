@@ -246,9 +246,10 @@ class RowsAgain:
             dealt: so far.
             most: rows that it may take while it is dealt nothing.
         """
+        if self.dealt is None:  # what a run that goes on had taken before is not known
+            self.taken = max(0, dealt - taken)
         excess = self.taken + taken - dealt
         self.idle = self.idle + taken if dealt == self.dealt else 0
-        follows = self.dealt is None or self.idle > most or 2 * repeats > excess
-        self.taken = dealt if self.dealt is None else min(self.taken + taken, dealt)
-        self.dealt = dealt
+        self.taken, self.dealt = min(self.taken + taken, dealt), dealt
+        follows = self.idle > most or 2 * repeats > excess
         return 0 if follows else min(taken, max(0, excess))

@@ -118,7 +118,8 @@ class RowTracker:
         if samples is not None and not walk.told:
             over = rows_in_epoch is not None and visits + own_rows * ranks > rows_in_epoch
             most = 0 if over else STUCK * own_rows
-            again = ranks * self._again.of_step(int(sent.taken[0]), repeats[0] / rate, samples // ranks, most)
+            soon = (repeats[0] if int(sent.taken[0]) <= own_rows else _taken_just_before(sent, own_rows)) / rate
+            again = ranks * self._again.of_step(int(sent.taken[0]), soon, samples // ranks, most)
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk, again):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
@@ -127,9 +128,10 @@ class RowTracker:
                 self._others.start_epoch()
                 self._of_epoch_again = 0
             each = _rows_of(sent, first, end)
-            if again < int(each.sum()):  # else all of them are none of the epoch
+            own_again = again * int(each.sum()) // max(1, int(sent.looked.sum()))
+            if own_again < int(each.sum()):  # else all of them are none of the epoch
                 self._epoch.update(sent.values[part], int(each.sum()))
-                self._of_epoch_again, again = self._of_epoch_again + again, 0
+                self._of_epoch_again += own_again
                 if not self._others.found:
                     self._others.rows.update(sent.values[part & (sent.owners == 0)], int(each[0]))
             # a row of one rank's last epoch may be another rank's in this one
@@ -173,7 +175,8 @@ class RowTracker:
         while place < length:
             end = starts.pop(0) if starts else length
             inside = (sent.places >= place) & (sent.places < end)
-            many = int(_rows_of(sent, place, end).sum()) - again
+            many = int(_rows_of(sent, place, end).sum())
+            many -= again * many // max(1, int(sent.looked.sum()))
             spare = own_rows * ranks if walk.watched else 0
             visits = self._epoch.visits - self._of_epoch_again - self._before_anew
             before = 0 if begins else visits - spare
@@ -332,6 +335,15 @@ def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds,
 def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
     """Count each rank's rows from one place to another, (N,), sent or not."""
     return np.minimum(sent.looked, end) - np.minimum(sent.looked, first)
+
+
+def _taken_just_before(sent: StepIds, rows: int) -> int:
+    """Count the first rank's rows that it had taken at most ``rows`` places before, among those that were sent."""
+    own = sent.owners == 0
+    values, places = sent.values[own], sent.places[own]
+    order = np.lexsort((places, values))
+    same = np.diff(values[order]) == 0
+    return int((np.diff(places[order])[same] <= rows).sum())
 
 
 def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:

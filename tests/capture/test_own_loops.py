@@ -90,7 +90,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
     optimizer, data = torch.optim.SGD(model.parameters(), lr=1e-3), Pairs(160)
     sampler: Any = DistributedSampler(data)
     config, place = (
-        {"output_dir": output_dir, "tensorboard": False},
+        {"output_dir": output_dir, "tensorboard": False, "interval": 5 if style == "replay, interval 5" else 1},
         dict(zip(data.inputs[:, 0].tolist(), range(160), strict=True)),
     )
     accumulation = 2 if style in ("row by row", "fakes", "twice") else 1
@@ -115,7 +115,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
                     model(inputs.clone(), labels).backward()
                 elif style == "packed":
                     model(inputs.flatten(0, 1)[None].unflatten(1, (-1, 6)), labels[None]).backward()
-                elif style == "replay":
+                elif style.startswith("replay"):
                     model(inputs, labels).backward()
                 else:
                     for one, label in zip(inputs, labels, strict=True):
@@ -123,7 +123,7 @@ def unlike_loop(output_dir: str, style: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 kept.append((inputs.clone(), labels.clone()))
-                if style == "replay" and len(kept) > 3:  # rows of a while ago, as of a buffer
+                if style.startswith("replay") and len(kept) > 3:  # rows of a while ago, as of a buffer
                     model(*kept[len(kept) // 2]).backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -208,6 +208,16 @@ def test_rows_that_no_loader_has_dealt_are_no_share_of_the_data(style: str, tmp_
     else:
         assert seen[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
         assert repeated[3:20] == pytest.approx([n / 40 for n in range(4, 21)])
+
+
+def test_rows_that_are_replayed_between_measured_steps_are_none_of_the_epoch(tmp_path: Path) -> None:
+    run_distributed(unlike_loop, 2, (str(tmp_path), "replay, interval 5"))
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["epoch"] <= 1.0]
+    assert len(records) == 15
+    for record in records:
+        assert record["coverage"]["seen"] == pytest.approx(record["epoch"])
+        assert record["coverage"]["repeated"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_rows_that_a_script_replays_beside_its_loader_are_none_of_the_epoch(tmp_path: Path) -> None:
