@@ -221,11 +221,14 @@ class RowIds:
 
     def _warn(self, ids: int, rows: int) -> None:
         if not self._warned:
+            self._warned = True
             _warn_of(ids, rows)
-        self._warned = True
 
-    def _told_late(self) -> None:
-        """Take ids of this step that no forward came after: the script tells of a micro-batch when it is through."""
+    def _settle(self) -> None:
+        """Settle which rows the step has: leave some out, and take ids that no forward came after.
+
+        A script may tell of a micro-batch when it is through.
+        """
         self._leave_out()
         hashed = [one for one in self._sent_next[self._start :] if not one.told]
         for one, given in zip(hashed, self._given, strict=False):
@@ -258,7 +261,7 @@ class RowIds:
         """Pack the ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
-        self._told_late()
+        self._settle()
         taken, self._sent_next, self._start, self._behind, self._kept = self._sent_next, [], 0, 0, 0
         places = [0, *accumulate(len(one.ids) for one in taken)]
         lost = max(0, places[-1] - self._capacity)
@@ -275,7 +278,7 @@ class RowIds:
         """Hash all rows of the step under way before they are taken, fp32 (ROW_NUMBERS,) on ``device``; None if off."""
         if not self.enabled:
             return None
-        self._told_late()
+        self._settle()
         own = self._sent_next[self._start :]
         together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
         return hash_rows(together, all(one.told for one in own), device)
@@ -288,7 +291,7 @@ class RowIds:
     def end_step(self) -> None:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._sizes = _StepSizes()
-        self._told_late()
+        self._settle()
         self._kept += sum(len(one.ids) for one in self._sent_next[self._start :])
         while len(self._sent_next) > 1 and self._kept - len(self._sent_next[0].ids) > self._capacity:
             self._kept -= len(self._sent_next.pop(0).ids)

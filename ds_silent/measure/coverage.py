@@ -98,8 +98,14 @@ class EpochCoverage:
         """Forget the epoch that is over."""
         self._level = 0  # m
         self.visits = 0  # each row as often as it came
+        self._again = 0  # of them, those that the script has taken beside what it is dealt
         self._known = 0  # visits whose rows came here
         self._seen: set[int] = set()  # hashes
+
+    @property
+    def consumed(self) -> int:
+        """Count the rows that the epoch has taken of what is dealt."""
+        return self.visits - self._again
 
     @property
     def distinct(self) -> float:
@@ -111,9 +117,16 @@ class EpochCoverage:
         """Tell which of these rows the epoch has seen; beyond the capacity only rows that are kept are known."""
         return np.array([one in self._seen for one in mixed_ids(ids).tolist()], dtype=bool)
 
-    def update(self, ids: Ids, visits: int | None = None) -> None:
-        """Count one step's rows of all ranks, int64 (rows,); ``visits``: how many, where these are a sample of them."""
+    def update(self, ids: Ids, visits: int | None = None, again: int = 0) -> None:
+        """Count one step's rows of all ranks, int64 (rows,).
+
+        Args:
+            ids: of the rows.
+            visits: how many they are, where ``ids`` are a sample of them.
+            again: those of them that the script has taken beside what it is dealt.
+        """
         self.visits += len(ids) if visits is None else visits
+        self._again += again
         self._known += len(ids)
         hashes = mixed_ids(ids)
         if self._level:
@@ -150,6 +163,7 @@ class EpochCoverage:
             "capacity": self._capacity,
             "level": self._level,
             "visits": self.visits,
+            "again": self._again,
             "known": self._known,
             "rows": len(hashes),
             "hashes": base64.b64encode(packed).decode("ascii"),
@@ -161,6 +175,7 @@ class EpochCoverage:
         try:
             names = "capacity", "level", "visits", "known", "rows"
             capacity, level, visits, known, rows = (int(state[name]) for name in names)
+            again = int(state.get("again", 0))  # checkpoints of before have none
             packed = base64.b64decode(str(state["hashes"]), validate=True)
             crc = int(state["crc"])
         except (KeyError, TypeError, ValueError) as error:
@@ -168,9 +183,10 @@ class EpochCoverage:
                 f"the coverage in the checkpoint cannot be read ({error}): start its epoch again"
             ) from error
         sane = capacity >= 2 and 0 <= level < 64 and 0 <= rows <= min(capacity, known) and known <= visits
+        sane = sane and 0 <= again <= visits
         if not sane or len(packed) != rows * 8 or zlib.crc32(packed) != crc:
             raise ValueError("the coverage in the checkpoint is damaged (its checksum differs): start its epoch again")
-        self._capacity, self._level, self.visits, self._known = capacity, level, visits, known
+        self._capacity, self._level, self.visits, self._known, self._again = capacity, level, visits, known, again
         self._seen = set(np.frombuffer(packed, dtype="<u8", count=rows).tolist())
 
 

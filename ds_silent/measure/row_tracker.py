@@ -63,7 +63,7 @@ class RowTracker:
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
         self._idle = IdleRanks()
         self._others = OtherRows()
-        self._again, self._of_epoch_again = RowsAgain(), 0  # the latter of all ranks
+        self._again = RowsAgain()
 
     def step(
         self,
@@ -114,9 +114,9 @@ class RowTracker:
         if order is not None:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
-        again, visits = 0, self._epoch.visits - self._of_epoch_again
-        if samples is not None and not walk.told:
-            over = rows_in_epoch is not None and visits + own_rows * ranks > rows_in_epoch
+        again, followed = 0, samples is not None and not walk.told
+        if samples is not None and followed:
+            over = rows_in_epoch is not None and self._epoch.consumed + own_rows * ranks > rows_in_epoch
             most = 0 if over else STUCK * own_rows
             soon = (repeats[0] if int(sent.taken[0]) <= own_rows else _taken_just_before(sent, own_rows)) / rate
             again = ranks * self._again.of_step(int(sent.taken[0]), soon, samples // ranks, most)
@@ -126,12 +126,10 @@ class RowTracker:
                 self._epoch.start_epoch()
                 self._partial, self._before_anew, self._first = False, 0, smallest_hashes(sent.values[part])
                 self._others.start_epoch()
-                self._of_epoch_again = 0
             each = _rows_of(sent, first, end)
-            own_again = again * int(each.sum()) // max(1, int(sent.looked.sum()))
-            if own_again < int(each.sum()):  # else all of them are none of the epoch
-                self._epoch.update(sent.values[part], int(each.sum()))
-                self._of_epoch_again += own_again
+            many, own_again = _with_share_of(again, each, sent)
+            if own_again < many:  # else all of them are none of the epoch
+                self._epoch.update(sent.values[part], many, own_again)
                 if not self._others.found:
                     self._others.rows.update(sent.values[part & (sent.owners == 0)], int(each[0]))
             # a row of one rank's last epoch may be another rank's in this one
@@ -150,13 +148,12 @@ class RowTracker:
             rows_sampled=rate,
             same_order=order,
         )
-        if samples is not None and not walk.told:
+        if samples is not None and followed:
             self._others.look(samples // ranks, own_rows)
         if rows_in_epoch is None or self._partial or self._others.found:
             share = None if self._partial or not self._epoch.visits else max(0.0, 1.0 - self._epoch.seen(None).value)
             return RowsOfStep(replace(told, repeated=share), evidence)
-        visits = self._epoch.visits - self._of_epoch_again
-        coverage = _coverage(self._epoch, visits, rows_in_epoch, walk, rate, bool(self._before_anew))
+        coverage = _coverage(self._epoch, rows_in_epoch, walk, rate, bool(self._before_anew))
         repeated = max(0.0, coverage.epoch - coverage.seen)
         return RowsOfStep(replace(told, seen=coverage.seen, repeated=repeated), replace(evidence, coverage=coverage))
 
@@ -175,13 +172,12 @@ class RowTracker:
         while place < length:
             end = starts.pop(0) if starts else length
             inside = (sent.places >= place) & (sent.places < end)
-            many = int(_rows_of(sent, place, end).sum())
-            many -= again * many // max(1, int(sent.looked.sum()))
+            many, own_again = _with_share_of(again, _rows_of(sent, place, end), sent)
             spare = own_rows * ranks if walk.watched else 0
-            visits = self._epoch.visits - self._of_epoch_again - self._before_anew
+            visits = self._epoch.consumed - self._before_anew
             before = 0 if begins else visits - spare
             dealt = (rows_in_epoch or 0) + walk.facts.filled
-            if rows_in_epoch and not begins and epoch_is_over(before, many, dealt, ranks):
+            if rows_in_epoch and not begins and epoch_is_over(before, many - own_again, dealt, ranks):
                 left = -(-max(0, dealt - visits) // ranks)
                 old = last_of_epoch(sent.values[inside], sent.places[inside] - place, self._epoch, left, own_rows)
                 if old:
@@ -206,7 +202,7 @@ class RowTracker:
         rest continues the epoch. The epoch's first rows again are trained twice, unless no whole step of it was left,
         or this run breaks off its passes anyway.
         """
-        visits, known = self._epoch.visits, rows_in_epoch is not None and not self._partial
+        visits, known = self._epoch.consumed, rows_in_epoch is not None and not self._partial
         over = not known or visits - self._before_anew + step_rows > (rows_in_epoch or 0)
         if not (self._resumed and walk.starts and len(rows)):
             self._short |= not over and visits > 2 * step_rows
@@ -231,7 +227,6 @@ class RowTracker:
             "short": self._short,
             "before_anew": self._before_anew,
             "mixed": self._others.found,
-            "again": self._of_epoch_again,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -244,7 +239,7 @@ class RowTracker:
         self._first = np.array(state["first"], dtype=np.uint64)
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
         self._others = OtherRows(found=bool(state.get("mixed", False)), samples_before=None)
-        self._again, self._of_epoch_again = RowsAgain(), int(state.get("again", 0))
+        self._again = RowsAgain()
         self._order = SameOrder()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
@@ -272,11 +267,9 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
     return coverage, evidence_of(gathered, replace(of_rows, left_out=left_out), context)
 
 
-def _coverage(
-    epoch: EpochCoverage, visits: int, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool
-) -> Coverage:
+def _coverage(epoch: EpochCoverage, rows_in_epoch: int, walk: Walk, rate: float, begun_anew: bool) -> Coverage:
     """Return how much of its rows an epoch has seen; ``begun_anew``: a resumed run began its pass from the start."""
-    seen, consumed = epoch.seen(rows_in_epoch), visits / rows_in_epoch
+    seen, consumed = epoch.seen(rows_in_epoch), epoch.consumed / rows_in_epoch
     unfilled = max(0.0, min(consumed, 1.0) - seen.value)  # without healthy padding of the last batch
     anew: Severity | None = None
     if begun_anew:
@@ -335,6 +328,12 @@ def one_view(sent: StepIds, own_rows: int, micro_batches: int) -> tuple[StepIds,
 def _rows_of(sent: StepIds, first: int, end: int) -> Ids:
     """Count each rank's rows from one place to another, (N,), sent or not."""
     return np.minimum(sent.looked, end) - np.minimum(sent.looked, first)
+
+
+def _with_share_of(again: int, rows: Ids, sent: StepIds) -> tuple[int, int]:
+    """Return how many rows a part of an observation has, and how many of the observation's ``again`` fall to it."""
+    many = int(rows.sum())
+    return many, again * many // max(1, int(sent.looked.sum()))
 
 
 def _taken_just_before(sent: StepIds, rows: int) -> int:

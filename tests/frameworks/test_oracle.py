@@ -13,12 +13,11 @@ import torch
 from benchmarks.probe import LENGTH, ROWS
 from tests.support.distributed import run_distributed
 from tests.support.matrix import COVERING, FULL
-from tests.support.training import DTYPES, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
+from tests.support.training import DTYPES, READS_LABELS, REPLICA_INTERVAL, Case, Trace, oracle_layers, train
 
 STEPS = 6  # twice an interval of 3, and both sides of a comparison of the replicas
 RESULTS = ("aggregation-error", "unreduced-gradient", "replica-drift", "observer-off", "initial-weights-mismatch")
 SKETCH_SIZE = 1024  # of tests.training.Case.config
-READS_LABELS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)  # older ones hide whether hooks packed them
 EFFECTIVE = 1 / (1 / SKETCH_SIZE + 1 / (8 * SKETCH_SIZE))
 
 
