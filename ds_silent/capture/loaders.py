@@ -35,7 +35,7 @@ from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of,
 from ds_silent.rules.rule import Breach, Rule
 
 logger = logging.getLogger("ds_silent")
-_watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
 _FIRST = 8  # rows of a pass that tell its order
 _TURNS, _OVER = 3, -1  # of a loader's workers
@@ -66,14 +66,15 @@ class Walk:
     repeated: bool = False  # all forwards took the batch before once more: there are no rows, and none is missing
 
 
-class _Watch:
-    """Hear of each batch that an iterator of torch's loaders gives, until :meth:`remove`."""
+class Watch:
+    """Hear of each batch that an iterator of torch's loaders gives, from :meth:`watch` until :meth:`remove`."""
 
     def advanced(self, iterator: Any, batch: Any = None) -> None:
         """Note that an iterator has given a batch; of evaluation, too."""
         raise NotImplementedError
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Begin; :meth:`remove` ends it."""
         _watches.add(self)
         iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
         if not _wrapped and iterator is not None:
@@ -112,7 +113,7 @@ def _draw(original: Callable[[Any], Any], iterator: Any) -> Any:
     return indices
 
 
-class WorkerRows(Rule, _Watch):
+class WorkerRows(Rule, Watch):
     """Look whether each worker of a loader yields all rows of an ``IterableDataset``, and not a share of its own.
 
     Then the workers' batches of each turn are equal. ``_TURNS`` of them are looked at, which differ from each other; a
@@ -128,7 +129,7 @@ class WorkerRows(Rule, _Watch):
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Hear of every batch."""
         self._safely = safely
-        self._watch()
+        self.watch()
         patches.also(self.remove)
 
     def advanced(self, iterator: Any, batch: Any = None) -> None:
@@ -161,7 +162,7 @@ class WorkerRows(Rule, _Watch):
         return self._found
 
 
-class LoaderWatch(_Watch):
+class LoaderWatch(Watch):
     """Follow the loader that feeds one training, on this rank."""
 
     def __init__(self, ranks: int):
@@ -189,7 +190,7 @@ class LoaderWatch(_Watch):
         for newest in [one.newest() for one in _watches if isinstance(one, LoaderMemory)]:
             if newest is not None:
                 self.advanced(newest)
-        self._watch()
+        self.watch()
         return self
 
     def advanced(self, iterator: Any, batch: Any = None) -> None:
@@ -232,6 +233,11 @@ class LoaderWatch(_Watch):
     def loader_pass(self) -> LoaderPass | None:
         """Return what the pass under way has dealt to this rank; None without one, and where several take turns."""
         return None if self._mixed else self._loader_passes.get(self._training)
+
+    def feeds_training(self, iterator: Any) -> bool:
+        """Tell whether an iterator deals batches of the sampler whose batches are trained, or may come to."""
+        sampler = None if self._sampler is None else self._sampler()
+        return not self._mixed and (sampler is None or batches_of(iterator)[0] == self._sampler)
 
     @property
     def forwards(self) -> int:
@@ -288,12 +294,12 @@ class LoaderWatch(_Watch):
         return replace(deal, by=f"{deal.by}, epoch advances") if len(self._orders) > 1 else deal
 
 
-class LoaderMemory(_Watch):
+class LoaderMemory(Watch):
     """Remember which iterator of a loader was advanced last, for a watch that connects later."""
 
     def __init__(self) -> None:
         self.newest: Callable[[], Any] = lambda: None
-        self._watch()
+        self.watch()
 
     def advanced(self, iterator: Any, batch: Any = None) -> None:
         self.newest = weakref.ref(iterator)

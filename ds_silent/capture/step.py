@@ -32,6 +32,7 @@ from torch import Tensor
 from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.breaches import BreachCheck
 from ds_silent.capture.forwards import Forwards
+from ds_silent.capture.kept_batches import KeptBatches
 from ds_silent.capture.loaders import LoaderWatch, Walk, WorkerRows
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
@@ -254,8 +255,7 @@ class StepCapture:
             copied=framework.reduces_every_micro_batch or framework.overlaps_backward,
             by_layer=self._sends_layers,
         )
-        self.kept = self._local.micro_batches
-        plan = self._local.accumulator.plan
+        self.kept, plan = self._local.micro_batches, self._local.accumulator.plan
         self.arithmetic = framework.arithmetic(plan.numel, plan.width)
         rows = framework.micro_batch_rows * framework.micro_batches
         capacity = id_capacity(config, rows, ranks, framework.micro_batches_told)
@@ -275,12 +275,13 @@ class StepCapture:
         aggregate = ReducedGradient(self._local, in_norm, config.integrity.reread)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
-        own, rules = [self.settings.objective.places, WorkerRows(lambda: framework.step)], rules_of(framework, config)
-        self.breach_check = BreachCheck([*own, *rules] if rules else [], framework, self.guard)
+        kept, rules = KeptBatches(self.loaders, lambda: framework.step), rules_of(framework, config)
+        rules = rules and [self.settings.objective.places, WorkerRows(lambda: framework.step), kept, *rules]
+        self.breach_check = BreachCheck(rules, framework, self.guard)
         forwards = Forwards(framework, self.guard.local, self.rows, self.loaders, self.settings, self.traced)
         self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
         self.rows.is_measured = lambda: self.moments.plan.measures
-        self.rows.is_left_out = lambda: framework.counts.left_out
+        self.rows.is_constant, self.rows.is_left_out = kept.forward, lambda: framework.counts.left_out
         self._patches = Patches()
         self._before: Observation | None = None  # of the step's reduction
 
@@ -319,8 +320,7 @@ class StepCapture:
             exact: also exchange the local gradients piece by piece; the same on every rank, because it communicates.
             replica: checksum of this rank's replica, or of its parameters, where it is due.
         """
-        gram = self.framework.gram()
-        if gram is not None:
+        if (gram := self.framework.gram()) is not None:
             self.moments.gram = gram
         if exact:
             self.moments.exchange()

@@ -36,7 +36,8 @@ from ds_silent.detectors.own_weight import OwnWeightTest
 from ds_silent.detectors.reduction_errors import ReductionErrors
 from ds_silent.detectors.repeats import FewRowsTest, RepeatTest
 from ds_silent.detectors.replica_errors import ReplicaErrors
-from ds_silent.detectors.same_rows import FollowedRows, OverlapTest, SameRows, SampledRowsTest, WholeDataTest
+from ds_silent.detectors.same_data import OverlapTest, WholeDataTest
+from ds_silent.detectors.same_rows import FollowedRows, SameRows, SampledRowsTest
 from ds_silent.detectors.script_changes import HandedOnTest, ScriptHookFactors
 from ds_silent.measure.evidence import Evidence
 from ds_silent.records import Event, Score, Scores, StepRecord

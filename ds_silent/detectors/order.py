@@ -39,7 +39,7 @@ from ds_silent.detectors.repeats import (
     mean_evidence,
 )
 from ds_silent.detectors.sequential import Array
-from ds_silent.measure.evidence import Coverage, Evidence
+from ds_silent.measure.evidence import Coverage, CutPasses, Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.text import TORCH, Words
 
@@ -49,8 +49,9 @@ _COPIES = (
     "If the data hold copies of rows, this is no fault: give ids (observe_batch; docs/ways-in.md, for a Trainer too), "
     "and the content no longer counts."
 )
+ORDERS_CUT, TIMES_CUT = 2, 3  # passes that are broken off and begin again: of several orders, or of one
 PASSES_ALIKE = 3  # of one sampler with one epoch: the first may have been a trial, and a second its resume
-_BY_CHANCE = 5.0  # standard errors
+_BY_CHANCE = 10.8  # log of the odds, as of 16 rows of 16 where two ranks have had them by chance
 
 
 class OrderTest(Detector):
@@ -113,9 +114,9 @@ class OrderTest(Detector):
         if now.told or not now.once or ranks < 2:
             return False, False
         own, every = self._lately
-        expected, spread = every / ranks, _BY_CHANCE * math.sqrt(every / ranks)
-        elsewhere = bool(own < expected - spread) and extras.dealt == "random"
-        return bool(own <= expected + spread) and not elsewhere, elsewhere
+        by_chance = _log_odds(own, every, 1.0 / ranks) <= _BY_CHANCE
+        elsewhere = own * ranks < every and not by_chance and extras.dealt == "random"
+        return by_chance or (own * ranks < every and not elsewhere), elsewhere
 
     @property
     def _tolerated(self) -> float:
@@ -202,6 +203,13 @@ class OrderTest(Detector):
         self._last = None if state["last"] is None else Coverage(**state["last"])
 
 
+def _log_odds(count: float, of: float, rate: float) -> float:
+    """Bound the log of the odds against so many, or so few, of ``of`` with a chance of ``rate`` each (Chernoff)."""
+    share = min(1.0, count / of) if of else rate
+    parts = ((share, rate), (1.0 - share, 1.0 - rate))
+    return of * sum(one * math.log(one / other) for one, other in parts if one > 0.0)
+
+
 def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:
     message = (
         "The run resumed within an epoch and began its pass over the data anew: rows that had been trained come again "
@@ -226,7 +234,7 @@ class SameOrderTest(Detector):
         self._since: int | None = None
         self._score, self._rows = 0.0, 0
         self._promised = True
-        self._noted = False  # that the sampler's epoch stays; once in a process
+        self._noted = self._cut = False  # that the sampler's epoch stays, that passes are cut; once in a process
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         """Return the finding of one step, if any; none where rows come again for another reason."""
@@ -241,6 +249,8 @@ class SameOrderTest(Detector):
             self._since = self._since or record.step
             self._score, self._rows, self._promised = seen.log_odds, seen.rows, seen.promised
         if self._since is None:
+            if (cut := extras.cut_passes) is not None and _is_habit(cut) and not (self._cut or explained):
+                self._cut, self.notes = True, (_cut_short(record, extras, cut),)
             if extras.passes_alike >= PASSES_ALIKE and not (self._noted or explained):
                 self._noted, self.notes = True, (self._epoch_stays(record, extras.passes_alike),)
             return []
@@ -278,3 +288,23 @@ class SameOrderTest(Detector):
         )
         ranks = tuple(range(record.world_size))
         return Event(record.step, "same-order", "info", ranks, "sampler", None, None, message, remedy)
+
+
+def _is_habit(cut: CutPasses) -> bool:
+    """Tell whether passes are broken off by habit: a single one may have been a trial before the training."""
+    return cut.orders >= ORDERS_CUT or cut.times >= TIMES_CUT
+
+
+def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
+    of = "" if evidence.coverage is None else f" of {evidence.coverage.rows}"
+    message = (
+        f"Passes over the data are broken off after {cut.rows}{of} rows and begin again in the same order: these rows "
+        "are trained once more, and in such a pass the others never come."
+    )
+    remedy = (
+        "Go on with the same iterator, or begin the next pass with another epoch (sampler.set_epoch). Do nothing if "
+        "passes are cut and repeated on purpose."
+    )
+    severity: Severity = "warning" if cut.promised else "info"
+    ranks = tuple(range(record.world_size))
+    return Event(record.step, "data-order-mismatch", severity, ranks, "sampler", None, None, message, remedy)

@@ -193,6 +193,15 @@ class OrderAgain:
     promised: bool = True  # a sampler says that it shuffles them
 
 
+class CutPasses(NamedTuple):
+    """Count passes over the data that were broken off and begun again in the same order."""
+
+    orders: int  # in which that came
+    times: int  # in the newest of them
+    rows: int  # of all ranks, until the newest was broken off
+    promised: bool = False  # a sampler says that it shuffles them
+
+
 @dataclass(frozen=True)
 class LayerValues:
     """What the ranks' gradients are layer by layer; NaN where it is not known."""
@@ -248,6 +257,7 @@ class Evidence:
     input_sizes: tuple[float, ...] | None = None  # root mean squares of inputs that are no ids; 0: not known
     coverage: Coverage | None = None
     same_order: OrderAgain | None = None  # an earlier epoch's order has come again, or has not
+    cut_passes: CutPasses | None = None
     passes_alike: int = 1  # in a row, as the sampler's own epoch says; 1 where the script's ids show the order
     non_finite: Mapping[int, str | None] = field(default_factory=dict)  # rank → layer where it began, if known
     zero_gradient: frozenset[int] = frozenset()  # ranks

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from ds_silent.exchange.row_ids import Ids
 from ds_silent.maths.mixing import mix64
 from ds_silent.measure.coverage import EpochCoverage
-from ds_silent.measure.evidence import OrderAgain
+from ds_silent.measure.evidence import CutPasses, OrderAgain
 
 REGISTERS = 64
 BEYOND = 1.25  # times the rows that were dealt: if as many different ones come, some are none of the data
@@ -117,6 +119,11 @@ class SameOrder:
         self._place, self._last = 0, 0  # rows up to here; where the last pass began
         self._alike, self._odds = 0, 0.0
         self._begun = False
+        self.cut = self.cut_rows = 0  # passes that were broken off before they came again, rows of the newest
+
+    def begins_with(self, row: int) -> bool:
+        """Tell whether the first row of the run is this one."""
+        return len(self._first) > 0 and int(self._first[0]) == row
 
     def step(self, ids: Ids, rows_in_epoch: int | None, ranks: int, begun: bool) -> OrderAgain | None:
         """Take in one rank's rows of an observation.
@@ -178,7 +185,38 @@ class SameOrder:
         self._odds += sum(math.log(of - k) for k in range(length))
         # a pass that was broken off may have been a trial before the training, as a search for its learning rate
         whole = rows_in_epoch is not None and 4 * rows >= 3 * rows_in_epoch
+        if rows_in_epoch is not None and not whole:
+            self.cut, self.cut_rows = self.cut + 1, rows
         return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None
+
+
+class RepeatedOrders:
+    """Follow the order of one rank's rows: against the first pass of the run, and against the newest of another order.
+
+    A pass of another order begins where the loader does, with another row than the one before.
+    """
+
+    def __init__(self) -> None:
+        self._first, self._newest = SameOrder(), SameOrder()
+        self._orders = 0  # before the newest, in which a pass was broken off and begun again
+
+    def step(
+        self, ids: Ids, starts: Sequence[int], rows_in_epoch: int | None, ranks: int
+    ) -> tuple[OrderAgain | None, CutPasses | None]:
+        """Take in one rank's rows of an observation, int64 (rows,), and the places among them where its loader began.
+
+        Returns:
+            what the first pass tells, as :meth:`SameOrder.step`; passes that were broken off and came again, if any.
+        """
+        again = self._first.step(ids, rows_in_epoch, ranks, bool(starts))
+        for first, end in pairwise(sorted({0, *starts, len(ids)})):
+            begins = first in starts
+            if begins and not self._newest.begins_with(int(ids[first])):
+                self._orders += self._newest.cut > 0
+                self._newest = SameOrder()
+            self._newest.step(ids[first:end], rows_in_epoch, ranks, begins)
+        newest = self._newest
+        return again, CutPasses(self._orders + 1, newest.cut, newest.cut_rows) if newest.cut else None
 
 
 @dataclass

@@ -48,6 +48,11 @@ class NewestBatch:
         self._repeats = self._repeats + 1 if same else 0
         return 0 < self._repeats < REPEATS
 
+    @property
+    def same(self) -> bool:
+        """Tell whether the newest were the tensors of the forward before, however often."""
+        return self._repeats > 0
+
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what tells two uses of one tensor apart; None where nobody counts its changes."""
