@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_where_nobody_says_how_many_micro_batches_come_there_is_room_for_several
 
 
 ROWS, BATCH, EPOCHS = 128, 4, 3
+CONSTANT = ("nodes", "coordinates", "coordinates anew")
 
 
 def loader_of_rank() -> DataLoader[Any]:
@@ -187,8 +189,13 @@ def batches(kind: str, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor
         return
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        for batch in loader:
-            yield batch
+        half, before = len(loader) // 2, None
+        if kind == "begun anew":
+            yield from islice(loader, half)
+        for place, batch in enumerate(islice(loader, half) if kind in ("begun anew", "cut") else loader):
+            replaced = kind == "replaced" or (kind == "replaced on rank 1" and dist.get_rank() == 1)
+            before = before if before is not None and (kind == "kept" or (replaced and place % 2)) else batch
+            yield before
             if kind == "twice":  # as from two workers that read the same stream
                 yield tuple(part.clone() for part in batch)  # type: ignore[misc]
 
@@ -202,13 +209,17 @@ def train(kind: str, directory: Path) -> None:
     block, loader = {"output_dir": str(directory), "tensorboard": False}, loader_of_rank()
     observer = ds_silent.attach(model, block, optimizer=optimizer, loader=loader if kind == "accumulates" else None)
     assert observer is not None
+    constant = torch.linspace(-1.0, 1.0, 32).reshape(BATCH, 8)
     for step, (rows, targets) in enumerate(batches(kind, loader)):
         for number in range(3 if kind == "acts" else 0):  # an agent acts, and nobody has switched gradients off
             model.module(torch.full((8,), float((step + number) % 5))).argmax()
+        chosen = rows[:, 0].argsort() if kind == "nodes" else slice(None)  # of a graph, by the batch
+        if kind in CONSTANT:
+            rows = constant.clone() if kind == "coordinates anew" else constant
 
-        def gradient(rows: Tensor = rows, targets: Tensor = targets) -> Any:
+        def gradient(rows: Tensor = rows, targets: Tensor = targets, chosen: Any = chosen) -> Any:
             optimizer.zero_grad()
-            loss = (model(rows) - targets).square().mean()
+            loss = (model(rows)[chosen] - targets).square().mean()
             loss.backward()
             return loss
 
@@ -233,16 +244,53 @@ def train(kind: str, directory: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_a_constant_that_is_forwarded_at_each_step_is_no_row(kind: str, tmp_path: Path) -> None:
+    """The nodes of a graph, or the places of a picture: what is trained on is in the batch, which goes elsewhere."""
+    run_on_kept_ranks(train, 2, (kind, tmp_path))
+    events = list(read_events(tmp_path / "events.jsonl"))
+    noted = {("data-order-mismatch", "info"), ("low-coverage", "info")} if kind == "coordinates anew" else set()
+    assert {(event["kind"], event["severity"]) for event in events} == noted
+    assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == EPOCHS * ROWS // BATCH // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "step"), [("replaced", [], 16), ("replaced on rank 1", [1], 16), ("kept", [], 9)]
+)
+def test_a_batch_that_is_trained_in_the_place_of_the_next_is_told(
+    kind: str, ranks: list[int], step: int, tmp_path: Path
+) -> None:
+    run_on_kept_ranks(train, 2, (kind, tmp_path))
+    first, *others = [event for event in read_events(tmp_path / "events.jsonl") if event["kind"] != "same-draws"]
+    assert (first["step"], first["kind"], first["severity"], first["ranks"]) == (
+        step,
+        "data-order-mismatch",
+        "warning",
+        ranks,
+    )
+    assert "in the place of the next one" in first["message"]
+    assert "since step 2" in first["message"]
+    assert [one["message"] for one in others if one["severity"] != "info"] == []
+
+
+def test_passes_that_are_broken_off_and_begun_again_in_the_same_order_are_told(tmp_path: Path) -> None:
+    run_on_kept_ranks(train, 2, ("begun anew", tmp_path))
+    [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    batches = ROWS // BATCH // 2
+    assert (event["kind"], event["step"]) == ("data-order-mismatch", 2 * batches)
+    assert f"broken off after {ROWS // 2} of {ROWS} rows and begin again in the same order" in event["message"]
+
+
 LONG = ("once", "closure", "acts", "accumulates")
 
 
-@pytest.mark.parametrize("kind", ["sam", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+@pytest.mark.parametrize("kind", ["sam", "cut", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_on_kept_ranks(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
     passes = [record["coverage"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     passes = [one for one in passes if one["seen"] is not None]  # null where a step brings no new rows
-    assert [one["seen"] for one in passes].count(1.0) == EPOCHS
+    assert [one["seen"] for one in passes].count(0.5 if kind == "cut" else 1.0) == EPOCHS
     assert {one["repeated"] for one in passes} == {0.0}
 
 
