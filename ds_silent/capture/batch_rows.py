@@ -119,7 +119,7 @@ class RowIds:
         self._warned = self._again = False
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
         self.is_left_out: Callable[[], bool] = lambda: False  # the script has thrown away what the step has brought
-        self.is_constant: Callable[[Sequence[Tensor], bool], bool] = lambda tensors, same: False  # and no rows
+        self.are_others: Callable[[Sequence[Tensor], bool], bool] = lambda tensors, same: False  # than the loader's
         self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
         self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
         self._sizes = _StepSizes()
@@ -147,9 +147,12 @@ class RowIds:
             return
         self._sizes.add_tokens(kwargs)
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
-        self._again |= self.is_constant(tensors, self._newest.same)
+        others = self.are_others(tensors, self._newest.same) and not self._given
         if self._again:
             self._told_again()
+            return
+        if others:
+            self._again = True
             return
         self._begins |= begins()
         listed = self._count(args, kwargs, tensors)

@@ -32,7 +32,7 @@ from torch import Tensor
 from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.breaches import BreachCheck
 from ds_silent.capture.forwards import Forwards
-from ds_silent.capture.kept_batches import KeptBatches
+from ds_silent.capture.given_rows import GivenRows
 from ds_silent.capture.loaders import LoaderWatch, Walk, WorkerRows
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
@@ -275,13 +275,13 @@ class StepCapture:
         aggregate = ReducedGradient(self._local, in_norm, config.integrity.reread)
         self.settings = LocalSettings(framework.module, framework.optimizers, framework)
         self.settings_check = SettingsCheck(self.settings, framework, self.guard)
-        kept, rules = KeptBatches(self.loaders, lambda: framework.step), rules_of(framework, config)
-        rules = rules and [self.settings.objective.places, WorkerRows(lambda: framework.step), kept, *rules]
+        given, rules = GivenRows(self.loaders, lambda: framework.step), rules_of(framework, config)
+        rules = rules and [self.settings.objective.places, WorkerRows(lambda: framework.step), given, *rules]
         self.breach_check = BreachCheck(rules, framework, self.guard)
         forwards = Forwards(framework, self.guard.local, self.rows, self.loaders, self.settings, self.traced)
         self.moments = StepMoments(framework, self.guard, self._local, aggregate, forwards, self.settings, keep)
         self.rows.is_measured = lambda: self.moments.plan.measures
-        self.rows.is_constant, self.rows.is_left_out = kept.forward, lambda: framework.counts.left_out
+        self.rows.are_others, self.rows.is_left_out = given.forward, lambda: framework.counts.left_out
         self._patches = Patches()
         self._before: Observation | None = None  # of the step's reduction
 

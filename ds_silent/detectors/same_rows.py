@@ -68,7 +68,7 @@ class SameRows(Detector):
         usual, pairs = self._shared / max(1.0, self._looked), dict[Pair, tuple[float, int]]()
         for pair in shared_pairs(evidence):
             assert rows is not None
-            if _are_context(record, evidence, pair, rows):
+            if _are_context(record, pair, rows):
                 continue
             (smaller, larger), shared = sorted(rows[rank] for rank in pair), counts[pair]
             chance = max(larger / max(1.0, different), usual)
@@ -103,32 +103,17 @@ class SameRows(Detector):
         self._shared, self._looked = float(state["shared"]), float(state["looked"])
 
 
-def _are_context(record: StepRecord, evidence: Evidence, pair: Pair, rows: Sequence[int]) -> bool:
-    """Tell whether these ranks' losses differ although they take the same rows, which are not all that they train on.
+def _are_context(record: StepRecord, pair: Pair, rows: Sequence[int]) -> bool:
+    """Tell whether these ranks train on a part of what they take: fewer labels than rows, and other losses.
 
-    So it is where each rank's forward takes a whole graph, and its loss some of the nodes: fewer labels than rows. And
-    where it takes a constant, such as coordinates, though the samplers deal each rank rows of its own: the first rows
-    are not known from the next ones yet. Ranks that train all of the same rows have the same loss, but for what a
-    forward draws.
+    So it is where each rank's forward takes a whole graph, and its loss some of the nodes. Ranks that train all of the
+    same rows have the same loss, but for what a forward draws.
     """
     labels, losses = record.objective.labels, record.loss.per_rank
-    if losses is None:
+    if losses is None or not record.objective.known or labels is None or labels >= sum(rows):
         return False
     one, other = (losses[rank] for rank in pair)
-    if abs(one - other) <= SAME_LOSS * max(abs(one), abs(other)):
-        return False
-    some = record.objective.known and labels is not None and labels < sum(rows)
-    return some or (_by_content(evidence) and evidence.dealt == "random" and _are_constant(evidence, rows))
-
-
-def _by_content(evidence: Evidence) -> bool:
-    return evidence.coverage is not None and not evidence.coverage.told
-
-
-def _are_constant(evidence: Evidence, rows: Sequence[int]) -> bool:
-    """Tell whether each rank has taken no other rows yet."""
-    taken = () if evidence.passes is None else evidence.passes.taken
-    return tuple(taken) == tuple(rows) or tuple(evidence.own_repeats or ()) == tuple(evidence.own_rows or (0,))
+    return abs(one - other) > SAME_LOSS * max(abs(one), abs(other))
 
 
 def _different_rows(evidence: Evidence) -> tuple[float, int]:

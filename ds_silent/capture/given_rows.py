@@ -1,0 +1,155 @@
+"""Whether a forward takes what the loader has given; a batch that is trained once more in the place of the next.
+
+    given = GivenRows(loaders, lambda: framework.step)
+    rows.are_others = given.forward              # at each training forward: its tensors are none of the loader's rows
+
+The nodes of a whole graph, the places of a picture, a prompt or noise are no rows of the data, though a loader feeds
+the training: what it gives chooses some of them, or is their target.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_silent.capture.loaders import LoaderWatch, Watch
+from ds_silent.capture.row_hashes import batch_tensors
+from ds_silent.patches import Patches
+from ds_silent.rules.rule import Breach, Rule
+
+LEARNED = 8  # forwards of the run in which tensors are compared with what the loader gave
+_AHEAD = 16  # batches that a loop may have fetched ahead
+_TENSORS, _ROWS, _ELEMENTS = 8, 64, 64  # of a batch; of each tensor; of each row: by them it is known again
+_LOOKED_AT = 4  # rows of a forward's tensor
+_ALIKE = 0.5  # share of a row's elements, as of tokens of which some are masked
+_AFFINE, _FEWEST = 0.9999, 8  # correlation, of as many elements: scaled and shifted on the device
+_FEW = 8  # batches that were replaced, before a word is said; forwards without one, after which it is over
+
+_Kind = tuple[int, torch.dtype, int, int]  # of a forward's tensor: its place, dtype, dimensions, first size
+
+
+class GivenRows(Rule, Watch):
+    """Follow whether this rank forwards what its loader gives.
+
+    In the first forwards of a run, the beginnings of each tensor's first rows are compared with those of the newest
+    batches' rows: equal, most of it equal, moved by one, or scaled and shifted. That waits for the device, in these
+    forwards alone. Tensors of a kind that was never equal are none of the loader's; of an unknown kind they may be.
+    """
+
+    def __init__(self, loaders: LoaderWatch, step: Callable[[], int]):
+        self._loaders, self._step = loaders, step
+        self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
+        self._links: dict[_Kind, bool] = {}
+        self._learned = 0  # forwards
+        self._given = self._looked = 0  # batches of the training's loader; of them, before the newest forward
+        self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
+        self._kept = self._unused = 0  # batches in whose place another was trained; not trained when the first was
+        self._first = 0  # step
+        self._safely: Callable[..., Any] = lambda function, *arguments: function(*arguments)
+
+    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
+        """Hear of every batch."""
+        self._safely = safely
+        self.watch()
+        patches.also(self.remove)
+
+    def advanced(self, iterator: Any, batch: Any = None) -> None:
+        self._safely(self._note, iterator, batch)
+
+    def _note(self, iterator: Any, batch: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._given += self._loaders.feeds_training(iterator)
+        if self._learned < LEARNED:
+            tensors = batch_tensors((batch,), {})[0][:_TENSORS]
+            self._newest.append([rows for one in tensors for rows in _rows_in(one)])
+
+    def forward(self, tensors: Sequence[Tensor], same: bool) -> bool:
+        """Take a training forward; return whether its tensors are none of the loader's rows.
+
+        Args:
+            same: they are those of the forward before.
+        """
+        return bool(self._safely(self._forward, tensors[:_TENSORS], same))
+
+    def _forward(self, tensors: Sequence[Tensor], same: bool) -> bool:
+        kinds = [_kind(place, one) for place, one in enumerate(tensors)]
+        if self._learned < LEARNED and any(self._newest) and not same:
+            self._learned += 1
+            given = [rows for batch in self._newest for rows in batch]
+            for kind, one in zip(kinds, tensors, strict=True):
+                self._links[kind] = self._links.get(kind, False) or _is_given(one, given)
+            if self._learned == LEARNED:
+                self._newest.clear()
+        known = [self._links.get(kind) for kind in kinds]
+        if same and self._given != self._looked and True in known:
+            self._kept, self._since_kept = self._kept + 1, 0
+            if self._kept == 1:
+                self._unused, self._first = self._given - self._fresh - 1, self._step()
+        self._fresh, self._since_kept = self._fresh + (not same), self._since_kept + (not same)
+        self._looked = self._given
+        return bool(known) and all(one is False for one in known)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        unused = self._given - self._fresh - self._unused
+        if self._since_kept > _FEW:
+            self._kept = 0
+        if self._kept < _FEW or unused < self._kept:
+            return ()
+        message = (
+            f"The loop trains a batch once more in the place of the next one: the loader goes on, and {_FEW} batches "
+            f"or more that it has given were never trained, since step {self._first}."
+        )
+        remedy = (
+            "Look at the loop: a batch that is kept in a variable, or a prefetcher that does not advance. If a batch "
+            "is replaced by the one before it on purpose, do nothing."
+        )
+        effects = ("repeated-rows", "data-order-mismatch", "low-coverage", "outlier-rank")
+        return (Breach("kept", "data-order-mismatch", "warning", "loader", message, remedy, self._first, effects),)
+
+
+def _kind(place: int, tensor: Tensor) -> _Kind:
+    return place, tensor.dtype, tensor.ndim, tensor.shape[0] if tensor.ndim else 0
+
+
+def _rows_in(tensor: Tensor) -> list[Tensor]:
+    """Return the beginnings of a tensor's rows, float64 (rows, elements), and of all of it: a row may be a tensor."""
+    if not (tensor.ndim and tensor.numel()) or tensor.layout != torch.strided or tensor.is_complex():
+        return []
+    rows, whole = tensor.detach()[:_ROWS].reshape(min(len(tensor), _ROWS), -1), tensor.detach()[None, :_ELEMENTS]
+    rows = rows[:, :_ELEMENTS].double().cpu()
+    return [rows] if tensor.ndim > 1 else [rows, whole.double().cpu()]
+
+
+def _is_given(tensor: Tensor, given: Sequence[Tensor]) -> bool:
+    """Tell whether one of a tensor's first rows is made of one that was given, as far as their beginnings tell.
+
+    Where nothing but zeros can be compared, it may be.
+    """
+    own = _rows_in(tensor[:_LOOKED_AT] if tensor.ndim > 1 else tensor)
+    return not own or any(_is_made_of(row[None], rows) for row in own[0][:_LOOKED_AT] for rows in given)
+
+
+def _is_made_of(row: Tensor, rows: Tensor) -> bool:
+    """Compare the beginning of one row, (1, elements), with those of several."""
+    many = min(row.shape[1], rows.shape[1])
+    row, rows = row[:, :many], rows[:, :many]
+    alike = _share(row, rows) >= _ALIKE
+    if many > 1:
+        alike |= (row[:, 0] == rows[:, 0]) & (row[:, 0] != 0.0)  # dimensions in another order begin alike
+        alike |= _share(row[:, 1:], rows[:, :-1]) >= _ALIKE
+    if many >= _FEWEST:
+        one, others = row - row.mean(), rows - rows.mean(1, keepdim=True)
+        spread = (one.square().sum() * others.square().sum(1)).sqrt()
+        alike |= ((one * others).sum(1).abs() >= _AFFINE * spread) & (spread > 0.0)
+    return bool(alike.any())
+
+
+def _share(row: Tensor, rows: Tensor) -> Tensor:
+    """Return the share of equal elements of each row, (rows,), where not both are zero."""
+    told = (row != 0.0) | (rows != 0.0)
+    return ((row == rows) & told).sum(1) / told.sum(1).clamp(min=1)
