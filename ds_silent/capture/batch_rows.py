@@ -115,8 +115,8 @@ class RowIds:
         self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
         self.told = False  # all of that were ids that the script has told
-        self.repeated = False  # there was nothing to take, as every forward took the batch before once more
-        self._warned = self._again = False
+        self.repeated = self.batch_again = False  # there was nothing to take; as every forward took the batch before
+        self._warned = self._again = self._others = False
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
         self.is_left_out: Callable[[], bool] = lambda: False  # the script has thrown away what the step has brought
         self.are_others: Callable[[Sequence[Tensor], bool], bool] = lambda tensors, same: False  # than the loader's
@@ -147,12 +147,10 @@ class RowIds:
             return
         self._sizes.add_tokens(kwargs)
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
-        others = self.are_others(tensors, self._newest.same) and not self._given
-        if self._again:
+        self._others = self.are_others(tensors, self._newest.same) and not self._given
+        if self._again and not self._others:
             self._told_again()
-            return
-        if others:
-            self._again = True
+        if self._again or self._others:
             return
         self._begins |= begins()
         listed = self._count(args, kwargs, tensors)
@@ -273,7 +271,8 @@ class RowIds:
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
         self.starts = tuple(place - lost for place in begun if place >= lost)
         self.told = all(one.told for one in taken)
-        self.repeated = self._again and not taken
+        self.repeated = (self._again or self._others) and not taken
+        self.batch_again = self._again and not (self._others or taken)
         if not taken:
             return None
         together = torch.cat([one.ids.to(taken[-1].ids.device) for one in taken])

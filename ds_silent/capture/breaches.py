@@ -36,6 +36,7 @@ from ds_silent.text import named
 logger = logging.getLogger("ds_silent")
 MOST_QUESTIONS = 64  # per run
 SPEAKERS, TEXT_BYTES = 4, 8192  # of one question
+_ARTICLES = ("A", "An", "Each", "Every", "No", "The")
 KEY = "rule:"
 """How the keys of what rules find begin."""
 _REMEMBERED = 4  # measured steps; an observation is read one or two steps later
@@ -165,7 +166,9 @@ def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike | 
 def _one(breach: Breach, ranks: tuple[int, ...], world_size: int) -> Unlike:
     """Add the ranks that found it. More than half of all are not blamed: the others' part may not show it."""
     everybody = len(ranks) in (0, world_size)
-    message = breach.message if everybody else f"On {named(ranks, world_size)}: {breach.message}"
+    first, rest = breach.message.split(" ", 1)
+    spoken = f"{first.lower() if first in _ARTICLES else first} {rest}"
+    message = breach.message if everybody else f"On {named(ranks, world_size)}: {spoken}"
     blamed = ranks if 2 * len(ranks) <= world_size else ()
     shared = {name: value for name, value in vars(breach).items() if name not in ("alike_on_all", "unlike")}
     return Unlike(**shared | {"key": KEY + breach.key, "message": message}, ranks=blamed)

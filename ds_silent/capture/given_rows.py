@@ -45,7 +45,10 @@ class GivenRows(Rule, Watch):
         self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
         self._links: dict[_Kind, bool] = {}
         self._learned = 0  # forwards
-        self._given = self._looked = 0  # batches of the training's loader; of them, before the newest forward
+        self._given, self._looked = (
+            0,
+            (0, 0),
+        )  # batches of the training's loader; then, and the step, of the newest forward
         self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
         self._kept = self._unused = 0  # batches in whose place another was trained; not trained when the first was
         self._first = 0  # step
@@ -86,12 +89,12 @@ class GivenRows(Rule, Watch):
             if self._learned == LEARNED:
                 self._newest.clear()
         known = [self._links.get(kind) for kind in kinds]
-        if same and self._given != self._looked and True in known:
+        if same and (self._given, self._step()) != self._looked and True in known:
             self._kept, self._since_kept = self._kept + 1, 0
             if self._kept == 1:
                 self._unused, self._first = self._given - self._fresh - 1, self._step()
         self._fresh, self._since_kept = self._fresh + (not same), self._since_kept + (not same)
-        self._looked = self._given
+        self._looked = self._given, self._step()
         return bool(known) and all(one is False for one in known)
 
     def breaches(self) -> tuple[Breach, ...]:
@@ -108,7 +111,7 @@ class GivenRows(Rule, Watch):
             "Look at the loop: a batch that is kept in a variable, or a prefetcher that does not advance. If a batch "
             "is replaced by the one before it on purpose, do nothing."
         )
-        effects = ("repeated-rows", "data-order-mismatch", "low-coverage", "outlier-rank")
+        effects = ("repeated-rows", "data-order-mismatch", "low-coverage", "outlier-rank", "outlier-layer")
         return (Breach("kept", "data-order-mismatch", "warning", "loader", message, remedy, self._first, effects),)
 
 

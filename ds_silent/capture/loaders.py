@@ -63,7 +63,8 @@ class Walk:
     watched: bool = False  # a loader was seen: where there are no starts, none began
     told: bool = True  # the script has told the ids: they are not hashes of the rows' content
     deal: Deal = field(default_factory=Deal)
-    repeated: bool = False  # all forwards took the batch before once more: there are no rows, and none is missing
+    repeated: bool = False  # there are no rows, and none is missing
+    batch_again: bool = False  # as all forwards took the batch before once more
 
 
 class Watch:

@@ -308,8 +308,8 @@ class StepCapture:
     @property
     def walk(self) -> Walk:
         """How the rows of the newest observation came to this rank."""
-        loaders, rows = self.loaders, self.rows
-        return Walk(loaders.facts, rows.starts, loaders.seen, rows.told, loaders.deal, rows.repeated)
+        rows, facts, seen, deal = self.rows, self.loaders.facts, self.loaders.seen, self.loaders.deal
+        return Walk(facts, rows.starts, seen, rows.told, deal, rows.repeated, rows.batch_again)
 
     # -- the observation -----------------------------------------------------------------------------------------
 

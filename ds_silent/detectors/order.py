@@ -298,12 +298,12 @@ def _is_habit(cut: CutPasses) -> bool:
 def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
     of = "" if evidence.coverage is None else f" of {evidence.coverage.rows}"
     message = (
-        f"Passes over the data are broken off after {cut.rows}{of} rows and begin again in the same order: these rows "
-        "are trained once more, and in such a pass the others never come."
+        f"Passes over the data begin again in the same order after {cut.rows}{of} rows: these rows are trained once "
+        "more, and in such a pass the others never come."
     )
     remedy = (
-        "Go on with the same iterator, or begin the next pass with another epoch (sampler.set_epoch). Do nothing if "
-        "passes are cut and repeated on purpose."
+        "Look at the loop and at the sampler: go on with the same iterator, or begin the next pass with another epoch "
+        "(sampler.set_epoch). Do nothing if passes are cut and repeated on purpose."
     )
     severity: Severity = "warning" if cut.promised else "info"
     ranks = tuple(range(record.world_size))

@@ -334,7 +334,7 @@ class RankComparison(Detector):
         if outlier is None or layers is None or outlier.ranks != record.world_size:
             outlier, layers = self._begin(record.world_size)
             self._layers_first, self._noted = set(), {}
-        if any(finding.kind == "duplicate-data" for finding in before):
+        if not evidence.independent or any(finding.kind == "duplicate-data" for finding in before):
             # ranks that hold the same rows are not exchangeable with the others
             whole, single = outlier.standing(), layers.standing()
         else:

@@ -57,11 +57,16 @@ class SameRows(Detector):
     def __init__(self, log_threshold: float) -> None:
         self._threshold = log_threshold
         self._pairs: dict[Pair, tuple[float, int]] = {}  # that shared half at the step before: evidence, rows in a row
+        self._newest: list[Finding] = []
         self._shared = self._looked = 0.0  # rows of pairs that were not named: shared, and all
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
-        if evidence.rows_sampled < 1.0:  # see ``SampledRowsTest``
-            return []
+        if evidence.batch_again:
+            return self._newest
+        self._newest = [] if evidence.rows_sampled < 1.0 else self._compared(record, evidence)  # ``SampledRowsTest``
+        return self._newest
+
+    def _compared(self, record: StepRecord, evidence: Evidence) -> list[Finding]:
         rows, counts, ranks = evidence.rows_per_rank, evidence.duplicates or {}, record.world_size
         limit = self._threshold + math.log(max(1.0, ranks * (ranks - 1) / 2))
         (different, taken), sure = _different_rows(evidence), set()

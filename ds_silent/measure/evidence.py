@@ -278,5 +278,7 @@ class Evidence:
     directions: npt.NDArray[np.float64] | None = None  # (N, P) a few numbers of each rank's, where no pairs are known
     step_skipped: bool = False  # fp16: the dynamic loss scale was too high and the step was not applied, as designed
     update_skipped: bool = False  # the optimizer did not apply the step, whatever the reason
+    batch_again: bool = False  # every rank has taken its batch before once more: no rows are new
+    independent: bool = True  # of the step before; not where a batch is taken again although a loader has others
     left_out: bool = False  # all ranks' scripts have thrown its gradient away
     micro_batches: tuple[int, ...] | None = None  # losses that each rank took this step

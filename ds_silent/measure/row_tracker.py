@@ -74,7 +74,7 @@ class RowTracker:
         sampling: Sampling | None = None,
         micro_batches: int = 0,
         samples: int | None = None,
-    ) -> RowsOfStep | None:
+    ) -> RowsOfStep:
         """Take in what all ranks sent: (N, n) packed ids of the rows since the last observation.
 
         Args:
@@ -86,7 +86,7 @@ class RowTracker:
             samples: rows that were dealt to all ranks so far, as far as loaders say; None if unknown.
 
         Returns:
-            None if a rank sent no ids.
+            what is known where a rank sent no ids, too.
         """
         sent, level = unpack_ids(ids, sampling), 0 if sampling is None else sampling.level
         rows_in_epoch = None if self._others.found else rows_in_epoch
@@ -95,8 +95,9 @@ class RowTracker:
             self._partial, self._level = self._partial or self._resumed, level
         if int(sent.taken.min()) <= 0:
             self._partial |= not walk.repeated or bool(sent.taken.any())
-            stuck = self._idle.without_new_rows(sent.taken, own_rows)
-            return RowsOfStep(CoverageStats(), Evidence(stuck=stuck)) if stuck else None
+            stuck, same = self._idle.without_new_rows(sent.taken, own_rows), walk.batch_again and not sent.taken.any()
+            evidence = Evidence(stuck=stuck, batch_again=same, independent=not (same and walk.watched))
+            return RowsOfStep(CoverageStats(), evidence)
         self._idle = IdleRanks(had_rows=True)
         whole, (sent, own_rows) = own_rows, one_view(sent, own_rows, micro_batches)
         if own_rows < whole:
@@ -248,17 +249,16 @@ class RowTracker:
 
 def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> tuple[CoverageStats, Evidence]:
     """Return the record's coverage, and what detectors need besides the record."""
-    found, walk, rows_in_epoch = None, context.walk, context.rows_in_epoch
+    coverage, of_rows, walk, rows_in_epoch = CoverageStats(), Evidence(), context.walk, context.rows_in_epoch
     # all ranks' scripts have thrown the gradient away, and nothing is trained on its rows
     left_out = context.update_skipped and not context.skipped and not bool(gathered.code.hyper_parameters.any())
     if gathered.ids.numel():
         backwards = set(gathered.objective.count.tolist())
         micro_batches = int(backwards.pop()) if len(backwards) == 1 else 0
         rows, comes = (int(context.batch), rows_in_epoch), replace(walk, repeated=walk.repeated or left_out)
-        found = tracker.step(gathered.ids, *rows, comes, context.sampling, micro_batches, context.samples)
+        coverage, of_rows = tracker.step(gathered.ids, *rows, comes, context.sampling, micro_batches, context.samples)
     of_step = int(context.batch * gathered.ranks)
     dealt = tracker.deal.step(gathered.loss.order, walk.deal, context.samples, of_step, rows_in_epoch)
-    coverage, of_rows = found or (CoverageStats(), Evidence())
     if (epoch := of_rows.coverage) is not None:
         once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), context.samples)
         of_rows = replace(of_rows, coverage=replace(epoch, once=once))

@@ -249,8 +249,7 @@ def test_a_constant_that_is_forwarded_at_each_step_is_no_row(kind: str, tmp_path
     """The nodes of a graph, or the places of a picture: what is trained on is in the batch, which goes elsewhere."""
     run_on_kept_ranks(train, 2, (kind, tmp_path))
     events = list(read_events(tmp_path / "events.jsonl"))
-    noted = {("data-order-mismatch", "info"), ("low-coverage", "info")} if kind == "coordinates anew" else set()
-    assert {(event["kind"], event["severity"]) for event in events} == noted
+    assert [event for event in events if event["kind"] != "same-draws"] == []
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == EPOCHS * ROWS // BATCH // 2
 
 
@@ -278,7 +277,7 @@ def test_passes_that_are_broken_off_and_begun_again_in_the_same_order_are_told(t
     [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     batches = ROWS // BATCH // 2
     assert (event["kind"], event["step"]) == ("data-order-mismatch", 2 * batches)
-    assert f"broken off after {ROWS // 2} of {ROWS} rows and begin again in the same order" in event["message"]
+    assert f"begin again in the same order after {ROWS // 2} of {ROWS} rows" in event["message"]
 
 
 LONG = ("once", "closure", "acts", "accumulates")
