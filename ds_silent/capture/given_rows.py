@@ -129,10 +129,7 @@ def _rows_in(tensor: Tensor) -> list[Tensor]:
 
 
 def _is_given(tensor: Tensor, given: Sequence[Tensor]) -> bool:
-    """Tell whether one of a tensor's first rows is made of one that was given, as far as their beginnings tell.
-
-    Where nothing but zeros can be compared, it may be.
-    """
+    """Tell whether one of a tensor's first rows is made of one that was given, as far as their beginnings tell."""
     own = _rows_in(tensor[:_LOOKED_AT] if tensor.ndim > 1 else tensor)
     return not own or any(_is_made_of(row[None], rows) for row in own[0][:_LOOKED_AT] for rows in given)
 
@@ -153,6 +150,7 @@ def _is_made_of(row: Tensor, rows: Tensor) -> bool:
 
 
 def _share(row: Tensor, rows: Tensor) -> Tensor:
-    """Return the share of equal elements of each row, (rows,), where not both are zero."""
+    """Return the share of equal elements of each row, (rows,), where not both are zero; of many zeros alone 1."""
     told = (row != 0.0) | (rows != 0.0)
-    return ((row == rows) & told).sum(1) / told.sum(1).clamp(min=1)
+    none = not row.any() and row.shape[1] >= _FEWEST
+    return torch.where(told.any(1), ((row == rows) & told).sum(1) / told.sum(1).clamp(min=1), float(none))
