@@ -148,9 +148,11 @@ class RowIds:
         self._sizes.add_tokens(kwargs)
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
         self._others = self.are_others(tensors, self._newest.same) and not self._given
-        if self._again and not self._others:
+        if self._others:
+            begins()  # what the loader gives goes elsewhere
+            return
+        if self._again:
             self._told_again()
-        if self._again or self._others:
             return
         self._begins |= begins()
         listed = self._count(args, kwargs, tensors)

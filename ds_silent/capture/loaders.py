@@ -174,6 +174,7 @@ class LoaderWatch(Watch):
         self._begun = 0  # passes so far, evaluation's too
         self._newest_iterator: weakref.ref[Any] | None = None
         self._newest, self._newest_facts = 0, DataFacts()  # the pass that gave the newest batch; of the newest pass
+        self.fetches_ahead = False  # the loop does, several batches: a pass is over when all that it gave are trained
         self._training = 0  # the pass that the newest training forward was of
         self._batches = 0  # that were trained in it
         self._sampler: weakref.ref[Any] | None = None  # of its batches
@@ -258,6 +259,8 @@ class LoaderWatch(Watch):
             return False
         if self._newest < self._training:  # back to one that had begun before: they take turns
             self.facts, self.seen, self._mixed = DataFacts(), False, True
+            return False
+        if self.fetches_ahead and (own := self.loader_pass) is not None and self._batches <= own.given:
             return False
         sampler = None if self._sampler is None else self._sampler()
         same = sampler is not None and self._newest_sampler is not None and self._newest_sampler() is sampler

@@ -16,6 +16,8 @@ from ds_silent.capture.loaders import LoaderWatch
 class Loaders:
     """A training's loaders, of which one feeds it."""
 
+    fetches_ahead = False
+
     def feeds_training(self, iterator: Any) -> bool:
         return iterator == "training"
 
@@ -24,8 +26,8 @@ class Run:
     """A loop: a batch is given, and something is forwarded, as its newest tensors or once more."""
 
     def __init__(self) -> None:
-        self.step = 1
-        self.rows = GivenRows(cast(LoaderWatch, Loaders()), lambda: self.step)
+        self.step, self.loaders = 1, Loaders()
+        self.rows = GivenRows(cast(LoaderWatch, self.loaders), lambda: self.step)
 
     def gives(self, batch: Any, iterator: str = "training") -> None:
         self.rows.advanced(iterator, batch)
@@ -101,7 +103,9 @@ def test_one_of_the_tensors_is_enough_and_other_kinds_may_be_rows() -> None:
         run.gives(images())
         assert run.takes(constant, images()) is False
     assert run.takes(constant) is True
-    assert run.takes(torch.randn(3, 16)) is False  # as many rows as were never seen: the last batch is smaller
+    assert run.takes(torch.randn(3, 16)) is True  # the last of them
+    assert run.takes(images(3)) is False
+    assert run.takes(torch.arange(3)) is False  # nobody has seen such a one
 
 
 def test_batches_ahead_and_evaluations() -> None:
@@ -109,6 +113,7 @@ def test_batches_ahead_and_evaluations() -> None:
     for step in range(3):
         run.gives(tokens() + step)
     assert run.takes(tokens()) is False  # the oldest
+    assert run.loaders.fetches_ahead
     with torch.no_grad():
         run.gives(torch.randn(40, 16))
     assert run.takes(torch.randn(40, 16)) is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -200,6 +201,14 @@ def batches(kind: str, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor
                 yield tuple(part.clone() for part in batch)  # type: ignore[misc]
 
 
+def ahead(given: Iterator[Any], batches: int) -> Iterator[Any]:
+    """Fetch some batches ahead, over the end of a pass, as a thread with a queue does."""
+    queue = deque(islice(given, batches))
+    while queue:
+        queue.extend(islice(given, 1))
+        yield queue.popleft()
+
+
 def train(kind: str, directory: Path) -> None:
     torch.manual_seed(7)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
@@ -210,7 +219,8 @@ def train(kind: str, directory: Path) -> None:
     observer = ds_silent.attach(model, block, optimizer=optimizer, loader=loader if kind == "accumulates" else None)
     assert observer is not None
     constant = torch.linspace(-1.0, 1.0, 32).reshape(BATCH, 8)
-    for step, (rows, targets) in enumerate(batches(kind, loader)):
+    given = ahead(batches(kind, loader), 5) if kind == "ahead" else batches(kind, loader)
+    for step, (rows, targets) in enumerate(given):
         for number in range(3 if kind == "acts" else 0):  # an agent acts, and nobody has switched gradients off
             model.module(torch.full((8,), float((step + number) % 5))).argmax()
         chosen = rows[:, 0].argsort() if kind == "nodes" else slice(None)  # of a graph, by the batch
@@ -283,7 +293,9 @@ def test_passes_that_are_broken_off_and_begun_again_in_the_same_order_are_told(t
 LONG = ("once", "closure", "acts", "accumulates")
 
 
-@pytest.mark.parametrize("kind", ["sam", "cut", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
+@pytest.mark.parametrize(
+    "kind", ["sam", "cut", "ahead", *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)]
+)
 def test_a_healthy_training_is_silent_and_its_passes_are_whole(kind: str, tmp_path: Path) -> None:
     run_on_kept_ranks(train, 2, (kind, tmp_path))
     assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
