@@ -23,13 +23,15 @@ from ds_silent.rules.rule import Breach, Rule
 
 LEARNED = 8  # forwards of the run in which tensors are compared with what the loader gave
 _AHEAD = 16  # batches that a loop may have fetched ahead
+_FETCHED_AHEAD = 2  # batches that were given since, of a loop that fetches further ahead than accelerate does
 _TENSORS, _ROWS, _ELEMENTS = 8, 64, 64  # of a batch; of each tensor; of each row: by them it is known again
 _LOOKED_AT = 4  # rows of a forward's tensor
 _ALIKE = 0.5  # share of a row's elements, as of tokens of which some are masked
 _AFFINE, _FEWEST = 0.9999, 8  # correlation, of as many elements: scaled and shifted on the device
 _FEW = 8  # batches that were replaced, before a word is said; forwards without one, after which it is over
 
-_Kind = tuple[int, torch.dtype, int, int]  # of a forward's tensor: its place, dtype, dimensions, first size
+_Kind = tuple[int, torch.dtype, int] | tuple[int, torch.dtype, int, int]
+"""Of a forward's tensor: its place, dtype, dimensions, and first size, which a last batch has smaller."""
 
 
 class GivenRows(Rule, Watch):
@@ -45,10 +47,8 @@ class GivenRows(Rule, Watch):
         self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
         self._links: dict[_Kind, bool] = {}
         self._learned = 0  # forwards
-        self._given, self._looked = (
-            0,
-            (0, 0),
-        )  # batches of the training's loader; then, and the step, of the newest forward
+        self._given = 0  # batches of the training's loader
+        self._looked = (0, 0)  # they, and the step, at the newest forward
         self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
         self._kept = self._unused = 0  # batches in whose place another was trained; not trained when the first was
         self._first = 0  # step
@@ -81,14 +81,9 @@ class GivenRows(Rule, Watch):
 
     def _forward(self, tensors: Sequence[Tensor], same: bool) -> bool:
         kinds = [_kind(place, one) for place, one in enumerate(tensors)]
-        if self._learned < LEARNED and any(self._newest) and not same:
-            self._learned += 1
-            given = [rows for batch in self._newest for rows in batch]
-            for kind, one in zip(kinds, tensors, strict=True):
-                self._links[kind] = self._links.get(kind, False) or _is_given(one, given)
-            if self._learned == LEARNED:
-                self._newest.clear()
-        known = [self._links.get(kind) for kind in kinds]
+        if self._learned < LEARNED and not same and any(newest := tuple(self._newest)):  # a thread may fetch others
+            self._learn(kinds, tensors, newest)
+        known = [self._links.get(kind, self._links.get(kind[:3])) for kind in kinds]
         if same and (self._given, self._step()) != self._looked and True in known:
             self._kept, self._since_kept = self._kept + 1, 0
             if self._kept == 1:
@@ -96,6 +91,19 @@ class GivenRows(Rule, Watch):
         self._fresh, self._since_kept = self._fresh + (not same), self._since_kept + (not same)
         self._looked = self._given, self._step()
         return bool(known) and all(one is False for one in known)
+
+    def _learn(self, kinds: Sequence[_Kind], tensors: Sequence[Tensor], newest: Sequence[list[Tensor]]) -> None:
+        """Compare what is forwarded with the newest batches."""
+        self._learned += 1
+        given = [rows for batch in newest for rows in batch]
+        for kind, one in zip(kinds, tensors, strict=True):
+            found, of_any_size = self._links.get(kind, False) or _is_given(one, given), kind[:3]
+            self._links[kind] = found
+            self._links[of_any_size] = self._links.get(of_any_size, False) or found
+        behind = [place for one in tensors[:1] for place, batch in enumerate(newest[::-1]) if _is_one_of(one, batch)]
+        self._loaders.fetches_ahead |= min(behind, default=0) >= _FETCHED_AHEAD
+        if self._learned == LEARNED:
+            self._newest.clear()
 
     def breaches(self) -> tuple[Breach, ...]:
         unused = self._given - self._fresh - self._unused
@@ -115,7 +123,7 @@ class GivenRows(Rule, Watch):
         return (Breach("kept", "data-order-mismatch", "warning", "loader", message, remedy, self._first, effects),)
 
 
-def _kind(place: int, tensor: Tensor) -> _Kind:
+def _kind(place: int, tensor: Tensor) -> tuple[int, torch.dtype, int, int]:
     return place, tensor.dtype, tensor.ndim, tensor.shape[0] if tensor.ndim else 0
 
 
@@ -126,6 +134,12 @@ def _rows_in(tensor: Tensor) -> list[Tensor]:
     rows, whole = tensor.detach()[:_ROWS].reshape(min(len(tensor), _ROWS), -1), tensor.detach()[None, :_ELEMENTS]
     rows = rows[:, :_ELEMENTS].double().cpu()
     return [rows] if tensor.ndim > 1 else [rows, whole.double().cpu()]
+
+
+def _is_one_of(tensor: Tensor, batch: Sequence[Tensor]) -> bool:
+    """Tell whether a tensor's first row is one of a batch as it is, as far as its beginning tells."""
+    own = _rows_in(tensor[:1])[:1] if tensor.ndim > 1 else []
+    return any(row.shape[1:] == rows.shape[1:] and bool((row == rows).all(1).any()) for row in own for rows in batch)
 
 
 def _is_given(tensor: Tensor, given: Sequence[Tensor]) -> bool:
