@@ -39,9 +39,9 @@ from ds_silent.detectors.repeats import (
     mean_evidence,
 )
 from ds_silent.detectors.sequential import Array
-from ds_silent.measure.evidence import Coverage, CutPasses, Evidence
+from ds_silent.measure.evidence import FOLLOWED, Coverage, CutPasses, Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
-from ds_silent.text import TORCH, Words
+from ds_silent.text import TORCH, Words, named
 
 TOLERATED_BY_CONTENT = 0.1  # share of rows that come again in health, where the content tells them; else TOLERATED
 _RATES = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.99])  # of all ranks
@@ -297,8 +297,10 @@ def _is_habit(cut: CutPasses) -> bool:
 
 def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
     of = "" if evidence.coverage is None else f" of {evidence.coverage.rows}"
+    some = cut.promised and len(cut.ranks) < min(record.world_size, FOLLOWED)
+    whose = f"On {named(cut.ranks)} passes" if some else "Passes"
     message = (
-        f"Passes over the data begin again in the same order after {cut.rows}{of} rows: these rows are trained once "
+        f"{whose} over the data begin again in the same order after {cut.rows}{of} rows: these rows are trained once "
         "more, and in such a pass the others never come."
     )
     remedy = (
@@ -306,5 +308,5 @@ def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
         "(sampler.set_epoch). Do nothing if passes are cut and repeated on purpose."
     )
     severity: Severity = "warning" if cut.promised else "info"
-    ranks = tuple(range(record.world_size))
+    ranks = cut.ranks if some else tuple(range(record.world_size))
     return Event(record.step, "data-order-mismatch", severity, ranks, "sampler", None, None, message, remedy)

@@ -190,25 +190,18 @@ class SameOrder:
         return OrderAgain(True, self._odds, rows, shuffled) if whole or self._alike > 1 else None
 
 
-class RepeatedOrders:
-    """Follow the order of one rank's rows: against the first pass of the run, and against the newest of another order.
+class BrokenPasses:
+    """Count passes of one rank that were broken off and begun again in the same order.
 
-    A pass of another order begins where the loader does, with another row than the one before.
+    A pass of another order begins where the first rank's loader does, with another row than the one before.
     """
 
     def __init__(self) -> None:
-        self._first, self._newest = SameOrder(), SameOrder()
-        self._orders = 0  # before the newest, in which a pass was broken off and begun again
+        self._newest = SameOrder()
+        self._orders = 0  # before the newest, in which that came
 
-    def step(
-        self, ids: Ids, starts: Sequence[int], rows_in_epoch: int | None, ranks: int
-    ) -> tuple[OrderAgain | None, CutPasses | None]:
-        """Take in one rank's rows of an observation, int64 (rows,), and the places among them where its loader began.
-
-        Returns:
-            what the first pass tells, as :meth:`SameOrder.step`; passes that were broken off and came again, if any.
-        """
-        again = self._first.step(ids, rows_in_epoch, ranks, bool(starts))
+    def step(self, ids: Ids, starts: Sequence[int], rows_in_epoch: int | None, ranks: int) -> CutPasses | None:
+        """Take in the rank's rows of an observation, int64 (rows,), and the places among them where a loader began."""
         for first, end in pairwise(sorted({0, *starts, len(ids)})):
             begins = first in starts
             if begins and not self._newest.begins_with(int(ids[first])):
@@ -216,7 +209,7 @@ class RepeatedOrders:
                 self._newest = SameOrder()
             self._newest.step(ids[first:end], rows_in_epoch, ranks, begins)
         newest = self._newest
-        return again, CutPasses(self._orders + 1, newest.cut, newest.cut_rows) if newest.cut else None
+        return CutPasses(self._orders + 1, newest.cut, newest.cut_rows) if newest.cut else None
 
 
 @dataclass

@@ -10,7 +10,7 @@ Counts of rows in the whole training are then estimates.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ from ds_silent.measure.coverage import (
     smallest_hashes,
 )
 from ds_silent.measure.deal import DealFollower
-from ds_silent.measure.evidence import Coverage, CutPasses, Evidence, OrderAgain, OwnPasses
+from ds_silent.measure.evidence import FOLLOWED, Coverage, CutPasses, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
-from ds_silent.measure.row_history import STUCK, IdleRanks, OtherRows, RecentRows, RepeatedOrders, RowsAgain
+from ds_silent.measure.row_history import STUCK, BrokenPasses, IdleRanks, OtherRows, RecentRows, RowsAgain, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
 
@@ -54,7 +54,7 @@ class RowTracker:
         self.deal = DealFollower()
         self._epoch = EpochCoverage()
         self._recent = RecentRows()
-        self._order = RepeatedOrders()
+        self._order, self._passes = SameOrder(), list[BrokenPasses]()
         self._level = 0  # sampling level of the epoch's rows
         self._partial = False  # rows were missed in this epoch: shares would be wrong
         self._first: npt.NDArray[np.uint64] = np.empty(0, np.uint64)  # what the epoch began with: the smallest hashes
@@ -111,7 +111,8 @@ class RowTracker:
         recent, dealt = self._recent, self.deal.rows
         passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared, dealt.trails)
         self._partial |= not sent.complete
-        order, cut = _order_again(self._order, sent, rows_in_epoch, walk.starts)
+        order = _order_again(self._order, sent, rows_in_epoch, bool(walk.starts))
+        cut = None if rows_in_epoch is None else _cut_passes(self._passes, sent, rows_in_epoch, walk)
         if order is not None:
             order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
         shared, pairs = 0, Counter[tuple[int, int]]()
@@ -148,7 +149,7 @@ class RowTracker:
             rows_taken=tuple(sent.taken.tolist()),
             rows_sampled=rate,
             same_order=order,
-            cut_passes=cut and cut._replace(promised=walk.facts.shuffles is True),
+            cut_passes=cut,
         )
         if samples is not None and followed:
             self._others.look(samples // ranks, own_rows)
@@ -242,7 +243,7 @@ class RowTracker:
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
         self._others = OtherRows(found=bool(state.get("mixed", False)), samples_before=None)
         self._again = RowsAgain()
-        self._order = RepeatedOrders()
+        self._order, self._passes = SameOrder(), list[BrokenPasses]()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
 
@@ -346,17 +347,32 @@ def _taken_just_before(sent: StepIds, rows: int) -> int:
     return int((np.diff(places[order])[same] <= rows).sum())
 
 
-def _order_again(
-    known: RepeatedOrders, sent: StepIds, rows_in_epoch: int | None, starts: Sequence[int]
-) -> tuple[OrderAgain | None, CutPasses | None]:
+def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
     """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
     dealt = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
-    own = sent.owners == 0
-    begun = np.searchsorted(sent.places[own], starts).tolist()
-    ids = sent.values[own]
-    again, cut = known.step(ids, [one for one in begun if one < len(ids)], dealt, len(sent.taken))
-    again = None if again is None else replace(again, rows=round(again.rows / sent.rate))
-    return again, None if cut is None else cut._replace(rows=round(cut.rows / sent.rate))
+    found = known.step(sent.values[sent.owners == 0], dealt, len(sent.taken), begun)
+    return None if found is None else replace(found, rows=round(found.rows / sent.rate))
+
+
+def _cut_passes(known: list[BrokenPasses], sent: StepIds, rows_in_epoch: int, walk: Walk) -> CutPasses | None:
+    """Follow the orders of the first ranks' rows; return what those of them have in common that did so most.
+
+    Rows that nobody shuffles come again in their order on a rank that has fewer of them.
+    """
+    ranks, found, promised = len(sent.taken), dict[int, CutPasses](), walk.facts.shuffles is True
+    known += [BrokenPasses() for _ in range(len(known), min(ranks, FOLLOWED) if promised else 1)]
+    for rank, passes in enumerate(known[:ranks]):
+        own = sent.owners == rank
+        ids, starts = sent.values[own], np.searchsorted(sent.places[own], walk.starts).tolist()
+        dealt = max(1, round(rows_in_epoch * sent.rate))
+        cut = passes.step(ids, [one for one in starts if one < len(ids)], dealt, ranks)
+        if cut is not None:
+            found[rank] = cut
+    if not found:
+        return None
+    first = max(found.values())
+    named = tuple(rank for rank, cut in found.items() if cut[:2] == first[:2])
+    return first._replace(rows=round(first.rows / sent.rate), ranks=named, promised=promised)
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:

@@ -191,9 +191,10 @@ def batches(kind: str, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         half, before = len(loader) // 2, None
-        if kind == "begun anew":
+        anew = kind == "begun anew" or (kind == "begun anew on rank 1" and dist.get_rank() == 1)
+        if anew:
             yield from islice(loader, half)
-        for place, batch in enumerate(islice(loader, half) if kind in ("begun anew", "cut") else loader):
+        for place, batch in enumerate(islice(loader, half) if anew or kind == "cut" else loader):
             replaced = kind == "replaced" or (kind == "replaced on rank 1" and dist.get_rank() == 1)
             before = before if before is not None and (kind == "kept" or (replaced and place % 2)) else batch
             yield before
@@ -282,11 +283,14 @@ def test_a_batch_that_is_trained_in_the_place_of_the_next_is_told(
     assert [one["message"] for one in others if one["severity"] != "info"] == []
 
 
-def test_passes_that_are_broken_off_and_begun_again_in_the_same_order_are_told(tmp_path: Path) -> None:
-    run_on_kept_ranks(train, 2, ("begun anew", tmp_path))
+@pytest.mark.parametrize(("kind", "ranks"), [("begun anew", [0, 1]), ("begun anew on rank 1", [1])])
+def test_passes_that_are_broken_off_and_begun_again_in_the_same_order_are_told(
+    kind: str, ranks: list[int], tmp_path: Path
+) -> None:
+    run_on_kept_ranks(train, 2, (kind, tmp_path))
     [event] = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
     batches = ROWS // BATCH // 2
-    assert (event["kind"], event["step"]) == ("data-order-mismatch", 2 * batches)
+    assert (event["kind"], event["step"], event["ranks"]) == ("data-order-mismatch", 2 * batches, ranks)
     assert f"begin again in the same order after {ROWS // 2} of {ROWS} rows" in event["message"]
 
 
