@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -200,9 +200,9 @@ class LocalObjective:
             own,
             known=1.0,
             labels=sum(labels),
-            weight=torch.stack(totals).sum(),
-            smallest=torch.stack(smallest).min(),
-            largest=torch.stack(largest).max(),
+            weight=_joined(totals, Tensor.sum),
+            smallest=_joined(smallest, Tensor.min),
+            largest=_joined(largest, Tensor.max),
         )
 
     def _drop(self) -> None:
@@ -239,6 +239,11 @@ class LocalObjective:
         self._known = self._known and one.known and all(each is not None for each in weighed)
         each = [*(each for each in weighed if each is not None), *one.each]
         self._weighed += [(one.below * w, one.below * low, one.below * high, count) for w, low, high, count in each]
+
+
+def _joined(values: tuple[Tensor, ...], join: Callable[[Tensor], Tensor]) -> Tensor:
+    """Join the numbers of the losses of a step, most often of one."""
+    return values[0] if len(values) == 1 else join(torch.stack(values))
 
 
 def _flows_in(one: _Backward, term: Term, gradients: tuple[Tensor | None, ...]) -> None:

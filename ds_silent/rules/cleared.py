@@ -85,7 +85,10 @@ class ClearedGradients(Rule):
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        again = self._newest.repeated_by([one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)])
+        given = [*args, *kwargs.values()]
+        plain = all(isinstance(one, (Tensor, int, float, type(None))) for one in given)  # nothing to look into
+        leaves = given if plain else tree_leaves(given)
+        again = self._newest.repeated_by([one for one in leaves if isinstance(one, Tensor)])
         weight = next(iter(self._framework.parameters), None)
         version = -1 if weight is None else weight._version
         if self._framework.counts.cleared:

@@ -285,14 +285,18 @@ class _BeforeStep:
 
     def __init__(self, rule: UpdateRule, form: KnownForm, safely: Callable[..., Any]):
         self._rule, self._form, self._safely = rule, form, safely
+        self._keys: tuple[int, ...] = ()  # of the optimizer's hooks
+        self._last = False  # none behind this one is a script's, which may change things
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Look now, or when the closure returns, with which a step of every known form begins."""
         unscales = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        keys, hooks = zip(*optimizer._optimizer_step_pre_hooks.items(), strict=True)
-        later = hooks[keys.index(self.handle.id) + 1 :] if self.handle.id in keys else hooks
-        last = all(map(_is_ours, later))  # else a hook may change things
-        if unscales or not last or torch.compiler.is_compiling():
+        keys = (*optimizer._optimizer_step_pre_hooks,)
+        if keys != self._keys:
+            later = keys[keys.index(self.handle.id) + 1 :] if self.handle.id in keys else keys
+            self._last = all(_is_ours(optimizer._optimizer_step_pre_hooks[key]) for key in later)
+            self._keys = keys
+        if unscales or not self._last or torch.compiler.is_compiling():
             return None
         return behind_closure(partial(self._safely, self._rule.before, optimizer, self._form), args, kwargs)
 
