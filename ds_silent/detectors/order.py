@@ -51,6 +51,7 @@ _COPIES = (
 )
 ORDERS_CUT, TIMES_CUT = 2, 3  # passes that are broken off and begin again: of several orders, or of one
 PASSES_ALIKE = 3  # of one sampler with one epoch: the first may have been a trial, and a second its resume
+_ITSELF = 0.9  # share of the rows that come again
 _BY_CHANCE = 10.8  # log of the odds, as of 16 rows of 16 where two ranks have had them by chance
 
 
@@ -68,7 +69,7 @@ class OrderTest(Detector):
         self._mismatch_since: int | None = None
         self._own = 0.0  # rows of this epoch that came again on the rank that had them
         self._lately: Array = np.zeros(2)  # those, and all that came again: of all epochs, the older the less
-        self._copies = self._elsewhere = False
+        self._copies = self._elsewhere = self._itself = False  # who had had the rows that come again
         self._noted: int | None = None  # since when the copies of the data come that were noted, once
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
@@ -88,7 +89,7 @@ class OrderTest(Detector):
         if consumed > 0:
             own = 0.0 if extras.dealt == "random" or extras.passes is None else repeated * (extras.passes.again or 0.0)
             self._own = own + (0.0 if started else self._own)
-            self._copies, self._elsewhere = self._come_as_copies(now, repeated, extras)
+            self._copies, self._elsewhere, self._itself = self._who_had_them(now, repeated, extras)
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if now.anew is not None:  # all rows of this pass may come again
                 if last is None or last.anew is None:
@@ -100,8 +101,8 @@ class OrderTest(Detector):
             self._close_epoch(record.step, now, consumed / known, self._own / known)
         return self._findings(record)
 
-    def _come_as_copies(self, now: Coverage, repeated: float, extras: Evidence) -> tuple[bool, bool]:
-        """Tell whether rows that come again are those that the data hold several times, or those of other ranks alone.
+    def _who_had_them(self, now: Coverage, repeated: float, extras: Evidence) -> tuple[bool, bool, bool]:
+        """Tell whether rows that come again are copies in the data, those of other ranks alone, or each rank's own.
 
         Known by their content they may be copies, where all samplers deal each row once. One of N ranks then has had a
         row as often as any other. Where no rank has had them itself, the ranks' data are in unlike orders. A loop that
@@ -111,12 +112,15 @@ class OrderTest(Detector):
         share, ranks = (None, 0) if extras.passes is None else (extras.passes.again, len(extras.passes.taken))
         self._lately = self._lately * (1.0 - 1.0 / MEMORY)
         self._lately += max(0.0, repeated) * np.array([1.0 if share is None else share, 1.0])
-        if now.told or not now.once or ranks < 2:
-            return False, False
+        if now.told or ranks < 2:
+            return False, False, False
         own, every = self._lately
         by_chance = _log_odds(own, every, 1.0 / ranks) <= _BY_CHANCE
+        itself = own >= _ITSELF * every and not by_chance
+        if not now.once:
+            return False, False, itself
         elsewhere = own * ranks < every and not by_chance and extras.dealt == "random"
-        return by_chance or (own * ranks < every and not elsewhere), elsewhere
+        return by_chance or (own * ranks < every and not elsewhere), elsewhere, itself
 
     @property
     def _tolerated(self) -> float:
@@ -149,6 +153,8 @@ class OrderTest(Detector):
             message = (
                 f"Rows come again before the epoch is over: {100 * share:.1f} % of the rows consumed in this epoch "
                 f"had been consumed before (epoch {now.epoch:.2f}, {100 * now.seen:.1f} % of the rows seen)."
+                if share > 0.0
+                else "Rows have come again before the last epoch was over."
             )
             remedy = (
                 "Give every rank's sampler the same seed and call set_epoch with the same epoch everywhere; rank-"
@@ -169,6 +175,12 @@ class OrderTest(Detector):
                 )
                 remedy = (
                     "Shuffle the data set with the same seed on every rank, or not at all: the sampler deals the rows."
+                )
+            elif self._itself:
+                message += " Each rank takes again what it has taken itself."
+                remedy = (
+                    "Look at the loop and at the loader: a batch that is trained twice, or kept while the loader goes "
+                    f"on. {_COPIES}"
                 )
             elif not now.told:
                 message += " Rows are known by their content here: those that the data hold several times count too."
