@@ -115,8 +115,8 @@ class OrderTest(Detector):
         if now.told or ranks < 2:
             return False, False, False
         own, every = self._lately
-        by_chance = _log_odds(own, every, 1.0 / ranks) <= _BY_CHANCE
-        itself = own >= _ITSELF * every and not by_chance
+        odds = _log_odds(own, every, 1.0 / ranks)
+        by_chance, itself = odds <= _BY_CHANCE, own >= _ITSELF * every and odds > _BY_CHANCE / 2
         if not now.once:
             return False, False, itself
         elsewhere = own * ranks < every and not by_chance and extras.dealt == "random"
