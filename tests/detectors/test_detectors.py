@@ -269,6 +269,13 @@ def test_a_pair_that_is_named_stays_so_while_it_shares_half_of_its_rows() -> Non
     assert found == [1] * 19 + [0]
 
 
+def test_ranks_that_held_the_same_rows_still_do_while_they_take_them_again() -> None:
+    run, again = Run(), Evidence(batch_again=True)
+    events = run.steps(2, ids({(0, 3): 2})) + run.steps(20, again)
+    assert [(event.kind, event.phase) for event in events] == [("duplicate-data", "started")]
+    assert [event.phase for event in run.steps(3, ids({}))] == ["ended"]
+
+
 def test_a_state_that_kept_the_pairs_alone_is_read() -> None:
     rows, evidence = SameRows(16.0), ids({(0, 3): 1}, rows=1)
     rows.load_state_dict([[0, 3]])

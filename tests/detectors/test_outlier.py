@@ -40,6 +40,17 @@ def test_the_rank_that_is_off_is_named(fault: dict[str, float], where: str, limi
     assert "since about step" in event.message
 
 
+def test_a_batch_that_is_taken_again_is_no_new_evidence() -> None:
+    """LBFGS, Reptile: one batch that differs by chance would count as often as it is taken."""
+    run, again = Run(), Evidence(independent=False)
+    assert run.steps(60) == []
+    assert run.steps(60, again, scale=1.5) == []
+    started, _ = run.until_event(25, scale=1.5)
+    assert run.steps(60, again) == []  # what was told stands
+    assert [event.phase for event in run.steps(200)] == ["ended"]
+    assert started > 1
+
+
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_a_task_out_of_phase_is_told_by_the_spread(ranks: int) -> None:
     """Two tasks in turn, one with a hundred times the loss: one rank has the other one, so it is not shifted."""
