@@ -69,6 +69,7 @@ class EventGroup:
     places: tuple[RankPlace, ...] = ()
     steps: array[int] = field(default_factory=lambda: array("q"))  # of every event, ascending
     spans: list[list[int]] = field(default_factory=list)  # first and last step; 1 where its end was reported
+    is_open: bool = False  # the newest event says that it is there, and no other says that it is over
     follows: str = ""  # kind and place of the fault that it follows from
     folded: int = 0  # faults in it, where it stands for many
 
@@ -149,6 +150,7 @@ class EventGroup:
         else:
             spans[-1][1:] = [max(spans[-1][1], step), 0]
         spans[-1][2] |= ended
+        self.is_open = phase in ("started", "ongoing")
 
 
 class EventLog:

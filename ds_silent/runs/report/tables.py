@@ -74,9 +74,11 @@ def timeline(view: PlotContext) -> Panel | None:
         return None
     most = _TIMELINE if len(groups) > _TIMELINE + 1 else _TIMELINE + 1
     parts, labels = [], []
+    newest = max([*view.run.steps.step[-1:].tolist(), *(one.last for one in groups)])  # an open fault reaches to there
     for at, group in enumerate(causes_first(groups[:most])):
         for n, (first, last, ended) in enumerate(group.spans):
             begin = first if n else min(first, group.since)
+            last = newest if group.is_open and n == len(group.spans) - 1 else last
             parts.append(_bar(view.axis.at(begin) * 100, view.axis.at(last) * 100, group.severity, at, ended))
         who = ", ".join(str(rank) for rank in group.ranks[:3]) + ("…" if len(group.ranks) > 3 else "")
         labels.append(f"{group.kind}{f' · {who}' if who and len(group.ranks) < view.run.world_size else ''}"[:26])

@@ -91,6 +91,21 @@ def test_causes_are_drawn_before_what_comes_of_them(tmp_path: Path) -> None:
     assert re.findall(r"</span> <b>([\w-]+)</b>", page) == order
 
 
+def test_a_fault_that_is_open_is_drawn_to_the_last_step(tmp_path: Path) -> None:
+    sink, run = JsonlSink(tmp_path), Run()
+    for _ in range(41):
+        sink.write(run.record())
+    open_fault = Event(21, "replica-drift", "error", (1,), "weight", None, None, "Apart.", "", phase="started")
+    over = replace(open_fault, kind="drift", phase="started"), replace(open_fault, kind="drift", step=31, phase="ended")
+    for event in (open_fault, *over, replace(open_fault, kind="outlier-rank", phase=None)):
+        sink.write_event(event)
+    sink.close()
+    assert report(tmp_path)[0] == 0
+    page = (tmp_path / "report.html").read_text()
+    bars = re.findall(r'<rect class="span [^"]*" x="([\d.]+)%" y="\d+" width="([\d.]+%?)"', page)
+    assert sorted(bars) == [("50.00", f"{1000 / 41:.2f}%"), ("50.00", f"{2000 / 41:.2f}%"), ("50.00", "6")]
+
+
 def objective_of(directory: Path, *found: tuple[float, ...] | None) -> str:
     """The page's sentence on records with these weights: of all labels, of the least and of the largest; an angle."""
     sink, run = JsonlSink(directory), Run()
