@@ -22,9 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler, dataloader
 
 from ds_silent.capture.data_set import held_by
@@ -32,13 +29,11 @@ from ds_silent.capture.deals import Deal, deal_of
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.patches import Patches
 from ds_silent.preflight.inventory import LoaderPass, length_of, loader_pass_of, sampler_facts, samplers_in
-from ds_silent.rules.rule import Breach, Rule
 
 logger = logging.getLogger("ds_silent")
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _ORDERS = 256  # of passes, that are remembered
 _FIRST = 8  # rows of a pass that tell its order
-_TURNS, _OVER = 3, -1  # of a loader's workers
 _wrapped: list[Patches] = []  # one, while anybody watches
 _first_rows: weakref.WeakKeyDictionary[Any, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
 """Of each iterator: what it draws from in its newest pass, and the first indices that it drew."""
@@ -112,55 +107,6 @@ def _draw(original: Callable[[Any], Any], iterator: Any) -> Any:
     except Exception as error:  # likewise
         logger.debug("ds_silent: the order of a pass is not known: %s", error)
     return indices
-
-
-class WorkerRows(Rule, Watch):
-    """Look whether each worker of a loader yields all rows of an ``IterableDataset``, and not a share of its own.
-
-    Then the workers' batches of each turn are equal. ``_TURNS`` of them are looked at, which differ from each other; a
-    turn with two batches speaks for all, and a batch that the script has written to is another.
-    """
-
-    def __init__(self, step: Callable[[], int]):
-        self._step = step
-        self._first: list[Tensor] = []  # of the turn under way
-        self._turns = 0  # of equal batches, in a row
-        self._found: tuple[Breach, ...] = ()
-
-    def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
-        """Hear of every batch."""
-        self._safely = safely
-        self.watch()
-        patches.also(self.remove)
-
-    def advanced(self, iterator: Any, batch: Any = None) -> None:
-        self._safely(self._look, iterator, batch)
-
-    def _look(self, iterator: Any, batch: Any) -> None:
-        workers = getattr(iterator, "_num_workers", 0)
-        streams = isinstance(getattr(iterator, "_dataset", None), IterableDataset)
-        if workers < 2 or not streams or not torch.is_grad_enabled() or self._turns in (_TURNS, _OVER):
-            return
-        tensors = [one for one in tree_leaves(batch) if isinstance(one, Tensor) and one.device.type == "cpu"]
-        worker = (iterator._num_yielded - 1) % workers
-        again = bool(tensors) and len(tensors) == len(self._first) and all(map(torch.equal, tensors, self._first))
-        if worker == 0:
-            self._turns = _OVER if again else self._turns  # one batch for ever tells nothing
-            self._first = tensors
-        elif self._first:
-            self._turns = _OVER if not again else self._turns + (worker == workers - 1)
-        if self._turns == _OVER:
-            self._first = []
-        if self._turns == _TURNS:
-            message = (
-                f"Each of the loader's {workers} workers yields all rows of the IterableDataset: {_TURNS} times in a "
-                f"row they gave {workers} equal batches. Every row is trained {workers} times in a pass."
-            )
-            remedy = "Split the rows by torch.utils.data.get_worker_info() in __iter__, or set num_workers to 1 or 0."
-            self._found = (Breach("workers", "duplicate-data", "warning", "loader", message, remedy, self._step()),)
-
-    def breaches(self) -> tuple[Breach, ...]:
-        return self._found
 
 
 class LoaderWatch(Watch):

@@ -32,8 +32,8 @@ from torch import Tensor
 from ds_silent.capture.batch_rows import RowIds, id_capacity
 from ds_silent.capture.breaches import BreachCheck
 from ds_silent.capture.forwards import Forwards
-from ds_silent.capture.given_rows import GivenRows
-from ds_silent.capture.loaders import LoaderWatch, Walk, WorkerRows
+from ds_silent.capture.loader_rules import GivenRows, WorkerRows
+from ds_silent.capture.loaders import LoaderWatch, Walk
 from ds_silent.capture.local_gradient import LocalGradient, sample_of
 from ds_silent.capture.local_settings import LocalSettings
 from ds_silent.capture.reduced_gradient import ReducedGradient

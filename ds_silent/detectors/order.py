@@ -39,7 +39,7 @@ from ds_silent.detectors.repeats import (
     mean_evidence,
 )
 from ds_silent.detectors.sequential import Array
-from ds_silent.measure.evidence import FOLLOWED, Coverage, CutPasses, Evidence
+from ds_silent.measure.evidence import Coverage, CutPasses, Evidence
 from ds_silent.records import Event, EventKind, Score, Severity, StepRecord
 from ds_silent.text import TORCH, Words, named
 
@@ -309,8 +309,7 @@ def _is_habit(cut: CutPasses) -> bool:
 
 def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
     of = "" if evidence.coverage is None else f" of {evidence.coverage.rows}"
-    some = cut.promised and len(cut.ranks) < min(record.world_size, FOLLOWED)
-    whose = f"On {named(cut.ranks)} passes" if some else "Passes"
+    whose = f"On {named(cut.alone)} passes" if cut.alone else "Passes"
     message = (
         f"{whose} over the data begin again in the same order after {cut.rows}{of} rows: these rows are trained once "
         "more, and in such a pass the others never come."
@@ -320,5 +319,5 @@ def _cut_short(record: StepRecord, evidence: Evidence, cut: CutPasses) -> Event:
         "(sampler.set_epoch). Do nothing if passes are cut and repeated on purpose."
     )
     severity: Severity = "warning" if cut.promised else "info"
-    ranks = cut.ranks if some else tuple(range(record.world_size))
+    ranks = cut.alone or tuple(range(record.world_size))
     return Event(record.step, "data-order-mismatch", severity, ranks, "sampler", None, None, message, remedy)

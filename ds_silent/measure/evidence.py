@@ -193,16 +193,13 @@ class OrderAgain:
     promised: bool = True  # a sampler says that it shuffles them
 
 
-FOLLOWED = 8  # ranks whose passes are looked at
-
-
 class CutPasses(NamedTuple):
     """Count passes over the data that were broken off and begun again in the same order."""
 
     orders: int  # in which that came
     times: int  # in the newest of them
     rows: int  # of all ranks, until the newest was broken off
-    ranks: tuple[int, ...] = ()  # of whom it is known
+    alone: tuple[int, ...] = ()  # ranks, where others of those that are followed do not
     promised: bool = False  # a sampler says that it shuffles them
 
 

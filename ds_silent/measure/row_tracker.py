@@ -31,7 +31,7 @@ from ds_silent.measure.coverage import (
     smallest_hashes,
 )
 from ds_silent.measure.deal import DealFollower
-from ds_silent.measure.evidence import FOLLOWED, Coverage, CutPasses, Evidence, OrderAgain, OwnPasses
+from ds_silent.measure.evidence import Coverage, CutPasses, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
 from ds_silent.measure.row_history import STUCK, BrokenPasses, IdleRanks, OtherRows, RecentRows, RowsAgain, SameOrder
 from ds_silent.records import CoverageStats, Severity
@@ -45,6 +45,7 @@ class RowsOfStep(NamedTuple):
 
 
 WALK_UNKNOWN = Walk()
+FOLLOWED = 8  # ranks whose passes are looked at
 
 
 class RowTracker:
@@ -347,9 +348,14 @@ def _taken_just_before(sent: StepIds, rows: int) -> int:
     return int((np.diff(places[order])[same] <= rows).sum())
 
 
+def _dealt(rows_in_epoch: int, sent: StepIds) -> int:
+    """Return how many of an epoch's rows are sent."""
+    return max(1, round(rows_in_epoch * sent.rate))
+
+
 def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
     """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
-    dealt = None if rows_in_epoch is None else max(1, round(rows_in_epoch * sent.rate))
+    dealt = None if rows_in_epoch is None else _dealt(rows_in_epoch, sent)
     found = known.step(sent.values[sent.owners == 0], dealt, len(sent.taken), begun)
     return None if found is None else replace(found, rows=round(found.rows / sent.rate))
 
@@ -364,15 +370,15 @@ def _cut_passes(known: list[BrokenPasses], sent: StepIds, rows_in_epoch: int, wa
     for rank, passes in enumerate(known[:ranks]):
         own = sent.owners == rank
         ids, starts = sent.values[own], np.searchsorted(sent.places[own], walk.starts).tolist()
-        dealt = max(1, round(rows_in_epoch * sent.rate))
-        cut = passes.step(ids, [one for one in starts if one < len(ids)], dealt, ranks)
+        cut = passes.step(ids, [one for one in starts if one < len(ids)], _dealt(rows_in_epoch, sent), ranks)
         if cut is not None:
             found[rank] = cut
     if not found:
         return None
     first = max(found.values())
-    named = tuple(rank for rank, cut in found.items() if cut[:2] == first[:2])
-    return first._replace(rows=round(first.rows / sent.rate), ranks=named, promised=promised)
+    alone = tuple(rank for rank, cut in found.items() if cut[:2] == first[:2])
+    alone = alone if len(alone) < len(known[:ranks]) else ()
+    return first._replace(rows=round(first.rows / sent.rate), alone=alone, promised=promised)
 
 
 def _shuffles(walk: Walk, order: OrderAgain) -> bool:

@@ -23,7 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ds_silent.capture import loaders
 from ds_silent.capture.forwards import RowsOfData
-from ds_silent.capture.loaders import DataFacts, LoaderWatch, WorkerRows, data_facts
+from ds_silent.capture.loader_rules import WorkerRows
+from ds_silent.capture.loaders import DataFacts, LoaderWatch, data_facts
 from ds_silent.capture.row_hashes import RowDimension, batch_tensors, rows_of
 from ds_silent.patches import Patches
 

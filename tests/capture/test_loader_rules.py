@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ds_silent.capture.given_rows import LEARNED, GivenRows
+from ds_silent.capture.loader_rules import LEARNED, GivenRows
 from ds_silent.capture.loaders import LoaderWatch
 
 

@@ -1,4 +1,4 @@
-"""Whether a forward takes what the loader has given; a batch that is trained once more in the place of the next.
+"""Rules of what a loader gives: whether its workers share the rows, and whether a forward takes what was given.
 
     given = GivenRows(loaders, lambda: framework.step)
     rows.are_others = given.forward              # at each training forward: its tensors are none of the loader's rows
@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from ds_silent.capture.loaders import LoaderWatch, Watch
 from ds_silent.capture.row_hashes import batch_tensors
 from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
+_TURNS, _OVER = 3, -1  # of a loader's workers
 LEARNED = 8  # forwards of the run in which tensors are compared with what the loader gave
 _AHEAD = 16  # batches that a loop may have fetched ahead
 _FETCHED_AHEAD = 2  # batches that were given since, of a loop that fetches further ahead than accelerate does
@@ -34,24 +37,12 @@ _Kind = tuple[int, torch.dtype, int] | tuple[int, torch.dtype, int, int]
 """Of a forward's tensor: its place, dtype, dimensions, and first size, which a last batch has smaller."""
 
 
-class GivenRows(Rule, Watch):
-    """Follow whether this rank forwards what its loader gives.
+class BatchRule(Rule, Watch):
+    """Check batches as a loader gives them: :meth:`look` is called with each, and what raises in it ends the rule."""
 
-    In the first forwards of a run, the beginnings of each tensor's first rows are compared with those of the newest
-    batches' rows: equal, most of it equal, moved by one, or scaled and shifted. That waits for the device, in these
-    forwards alone. Tensors of a kind that was never equal are none of the loader's; of an unknown kind they may be.
-    """
-
-    def __init__(self, loaders: LoaderWatch, step: Callable[[], int]):
-        self._loaders, self._step = loaders, step
-        self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
-        self._links: dict[_Kind, bool] = {}
-        self._learned = 0  # forwards
-        self._given = 0  # batches of the training's loader
-        self._looked = (0, 0)  # they, and the step, at the newest forward
-        self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
-        self._kept = self._unused = 0  # batches in whose place another was trained; not trained when the first was
-        self._first = 0  # step
+    def __init__(self, step: Callable[[], int]):
+        """``step``: returns the optimizer step under way."""
+        self._step = step
         self._safely: Callable[..., Any] = lambda function, *arguments: function(*arguments)
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
@@ -61,9 +52,74 @@ class GivenRows(Rule, Watch):
         patches.also(self.remove)
 
     def advanced(self, iterator: Any, batch: Any = None) -> None:
-        self._safely(self._note, iterator, batch)
+        self._safely(self.look, iterator, batch)
 
-    def _note(self, iterator: Any, batch: Any) -> None:
+    def look(self, iterator: Any, batch: Any) -> None:
+        """Take a batch of an iterator."""
+        raise NotImplementedError
+
+
+class WorkerRows(BatchRule):
+    """Look whether each worker of a loader yields all rows of an ``IterableDataset``, and not a share of its own.
+
+    Then the workers' batches of each turn are equal. ``_TURNS`` of them are looked at, which differ from each other; a
+    turn with two batches speaks for all, and a batch that the script has written to is another.
+    """
+
+    def __init__(self, step: Callable[[], int]):
+        super().__init__(step)
+        self._first: list[Tensor] = []  # of the turn under way
+        self._turns = 0  # of equal batches, in a row
+        self._found: tuple[Breach, ...] = ()
+
+    def look(self, iterator: Any, batch: Any) -> None:
+        workers = getattr(iterator, "_num_workers", 0)
+        streams = isinstance(getattr(iterator, "_dataset", None), IterableDataset)
+        if workers < 2 or not streams or not torch.is_grad_enabled() or self._turns in (_TURNS, _OVER):
+            return
+        tensors = [one for one in tree_leaves(batch) if isinstance(one, Tensor) and one.device.type == "cpu"]
+        worker = (iterator._num_yielded - 1) % workers
+        again = bool(tensors) and len(tensors) == len(self._first) and all(map(torch.equal, tensors, self._first))
+        if worker == 0:
+            self._turns = _OVER if again else self._turns  # one batch for ever tells nothing
+            self._first = tensors
+        elif self._first:
+            self._turns = _OVER if not again else self._turns + (worker == workers - 1)
+        if self._turns == _OVER:
+            self._first = []
+        if self._turns == _TURNS:
+            message = (
+                f"Each of the loader's {workers} workers yields all rows of the IterableDataset: {_TURNS} times in a "
+                f"row they gave {workers} equal batches. Every row is trained {workers} times in a pass."
+            )
+            remedy = "Split the rows by torch.utils.data.get_worker_info() in __iter__, or set num_workers to 1 or 0."
+            self._found = (Breach("workers", "duplicate-data", "warning", "loader", message, remedy, self._step()),)
+
+    def breaches(self) -> tuple[Breach, ...]:
+        return self._found
+
+
+class GivenRows(BatchRule):
+    """Follow whether this rank forwards what its loader gives.
+
+    In the first forwards of a run, the beginnings of each tensor's first rows are compared with those of the newest
+    batches' rows: equal, most of it equal, moved by one, or scaled and shifted. That waits for the device, in these
+    forwards alone. Tensors of a kind that was never equal are none of the loader's; of an unknown kind they may be.
+    """
+
+    def __init__(self, loaders: LoaderWatch, step: Callable[[], int]):
+        super().__init__(step)
+        self._loaders = loaders
+        self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
+        self._links: dict[_Kind, bool] = {}
+        self._learned = 0  # forwards
+        self._given = 0  # batches of the training's loader
+        self._looked = (0, 0)  # they, and the step, at the newest forward
+        self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
+        self._kept = self._unused = 0  # batches in whose place another was trained; not trained when the first was
+        self._first = 0  # step
+
+    def look(self, iterator: Any, batch: Any) -> None:
         if not torch.is_grad_enabled():
             return
         self._given += self._loaders.feeds_training(iterator)
@@ -97,11 +153,13 @@ class GivenRows(Rule, Watch):
         self._learned += 1
         given = [rows for batch in newest for rows in batch]
         for kind, one in zip(kinds, tensors, strict=True):
-            found, of_any_size = self._links.get(kind, False) or _is_given(one, given), kind[:3]
-            self._links[kind] = found
-            self._links[of_any_size] = self._links.get(of_any_size, False) or found
-        behind = [place for one in tensors[:1] for place, batch in enumerate(newest[::-1]) if _is_one_of(one, batch)]
-        self._loaders.fetches_ahead |= min(behind, default=0) >= _FETCHED_AHEAD
+            linked, first, of_any_size = self._links.get(kind, False), kind[0] == 0, kind[:3]
+            own = [] if linked and not first else _first_rows_in(one)
+            self._links[kind] = linked = linked or not own or _are_given(own[0], given)
+            self._links[of_any_size] = self._links.get(of_any_size, False) or linked
+            if first and one.ndim > 1:
+                behind = (place for place, batch in enumerate(newest[::-1]) if _is_one_of(own, batch))
+                self._loaders.fetches_ahead |= next(behind, 0) >= _FETCHED_AHEAD
         if self._learned == LEARNED:
             self._newest.clear()
 
@@ -136,16 +194,20 @@ def _rows_in(tensor: Tensor) -> list[Tensor]:
     return [rows] if tensor.ndim > 1 else [rows, whole.double().cpu()]
 
 
-def _is_one_of(tensor: Tensor, batch: Sequence[Tensor]) -> bool:
-    """Tell whether a tensor's first row is one of a batch as it is, as far as its beginning tells."""
-    own = _rows_in(tensor[:1])[:1] if tensor.ndim > 1 else []
-    return any(row.shape[1:] == rows.shape[1:] and bool((row == rows).all(1).any()) for row in own for rows in batch)
+def _first_rows_in(tensor: Tensor) -> list[Tensor]:
+    return [rows[:_LOOKED_AT] for rows in _rows_in(tensor[:_LOOKED_AT] if tensor.ndim > 1 else tensor)]
 
 
-def _is_given(tensor: Tensor, given: Sequence[Tensor]) -> bool:
+def _is_one_of(own: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:
+    """Tell whether the first of a tensor's rows is one of a batch as it is, as far as its beginning tells."""
+    return any(
+        one.shape[1:] == rows.shape[1:] and bool((one[:1] == rows).all(1).any()) for one in own for rows in batch
+    )
+
+
+def _are_given(own: Tensor, given: Sequence[Tensor]) -> bool:
     """Tell whether one of a tensor's first rows is made of one that was given, as far as their beginnings tell."""
-    own = _rows_in(tensor[:_LOOKED_AT] if tensor.ndim > 1 else tensor)
-    return not own or any(_is_made_of(row[None], rows) for row in own[0][:_LOOKED_AT] for rows in given)
+    return any(_is_made_of(row[None], rows) for row in own for rows in given)
 
 
 def _is_made_of(row: Tensor, rows: Tensor) -> bool:
