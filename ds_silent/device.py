@@ -125,7 +125,7 @@ def placed(values: Tensor, device: torch.device) -> Tensor:
 
 
 class ReadLater:
-    """Bring a few numbers to the host without waiting for the device; :attr:`ready` asks whether they are there."""
+    """Bring a few numbers to the host beside the training; :attr:`ready` asks whether they are there."""
 
     def __init__(self, values: Tensor):
         self.values = values  # on the host, once they are there
@@ -140,6 +140,11 @@ class ReadLater:
     def ready(self) -> bool:
         """Whether the numbers are there; it never waits."""
         return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait for them."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class SideStream:

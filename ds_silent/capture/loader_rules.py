@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from ds_silent.capture.loaders import LoaderWatch, Watch
 from ds_silent.capture.row_hashes import batch_tensors
+from ds_silent.device import ReadLater
 from ds_silent.patches import Patches
 from ds_silent.rules.rule import Breach, Rule
 
@@ -35,6 +36,17 @@ _FEW = 8  # batches that were replaced, before a word is said; forwards without 
 
 _Kind = tuple[int, torch.dtype, int] | tuple[int, torch.dtype, int, int]
 """Of a forward's tensor: its place, dtype, dimensions, and first size, which a last batch has smaller."""
+
+
+class _Forward(NamedTuple):
+    """What one forward took, with the batches that were newest then: beginnings of rows, on their way to the host."""
+
+    kinds: Sequence[_Kind]
+    own: Sequence[list[ReadLater]]
+    batches: Sequence[list[ReadLater]]
+
+    def beginnings(self) -> list[ReadLater]:
+        return [rows for one in (*self.own, *self.batches) for rows in one]
 
 
 class BatchRule(Rule, Watch):
@@ -103,16 +115,18 @@ class GivenRows(BatchRule):
     """Follow whether this rank forwards what its loader gives.
 
     In the first forwards of a run, the beginnings of each tensor's first rows are compared with those of the newest
-    batches' rows: equal, most of it equal, moved by one, or scaled and shifted. That waits for the device, in these
-    forwards alone. Tensors of a kind that was never equal are none of the loader's; of an unknown kind they may be.
+    batches' rows: equal, most of it equal, moved by one, or scaled and shifted. The first forward waits for the
+    device; what the others take is compared when it has come to the host. Tensors of a kind that was never equal are
+    none of the loader's; of an unknown kind they may be.
     """
 
     def __init__(self, loaders: LoaderWatch, step: Callable[[], int]):
         super().__init__(step)
         self._loaders = loaders
-        self._newest: deque[list[Tensor]] = deque(maxlen=_AHEAD)  # rows of the newest batches, float64
+        self._newest: deque[list[ReadLater]] = deque(maxlen=_AHEAD)  # rows of the newest batches
         self._links: dict[_Kind, bool] = {}
         self._learned = 0  # forwards
+        self._on_the_way: deque[_Forward] = deque()
         self._given = 0  # batches of the training's loader
         self._looked = (0, 0)  # they, and the step, at the newest forward
         self._fresh = self._since_kept = 0  # forwards of other tensors than the forward before; behind the newest kept
@@ -138,7 +152,11 @@ class GivenRows(BatchRule):
     def _forward(self, tensors: Sequence[Tensor], same: bool) -> bool:
         kinds = [_kind(place, one) for place, one in enumerate(tensors)]
         if self._learned < LEARNED and not same and any(newest := tuple(self._newest)):  # a thread may fetch others
-            self._learn(kinds, tensors, newest)
+            self._on_the_way.append(_Forward(kinds, [_rows_in(one, _LOOKED_AT) for one in tensors], newest))
+            self._learned += 1
+            if self._learned == LEARNED:
+                self._newest.clear()
+        self._compare_arrived()
         known = [self._links.get(kind, self._links.get(kind[:3])) for kind in kinds]
         if same and (self._given, self._step()) != self._looked and True in known:
             self._kept, self._since_kept = self._kept + 1, 0
@@ -148,20 +166,27 @@ class GivenRows(BatchRule):
         self._looked = self._given, self._step()
         return bool(known) and all(one is False for one in known)
 
-    def _learn(self, kinds: Sequence[_Kind], tensors: Sequence[Tensor], newest: Sequence[list[Tensor]]) -> None:
-        """Compare what is forwarded with the newest batches."""
-        self._learned += 1
-        given = [rows for batch in newest for rows in batch]
-        for kind, one in zip(kinds, tensors, strict=True):
-            linked, first, of_any_size = self._links.get(kind, False), kind[0] == 0, kind[:3]
-            own = [] if linked and not first else _first_rows_in(one)
-            self._links[kind] = linked = linked or not own or _are_given(own[0], given)
+    def _compare_arrived(self) -> None:
+        """Compare forwards in their order, as far as what they took has come to the host; wait for the run's first."""
+        while self._on_the_way:
+            beginnings = self._on_the_way[0].beginnings()
+            if self._links and not all(rows.ready for rows in beginnings):
+                return
+            for rows in beginnings:
+                rows.wait()
+            self._compare(self._on_the_way.popleft())
+
+    def _compare(self, forward: _Forward) -> None:
+        batches = [[rows.values.double() for rows in batch] for batch in forward.batches]
+        given = [rows for batch in batches for rows in batch]
+        for kind, later in zip(forward.kinds, forward.own, strict=True):
+            own = [rows.values.double() for rows in later]
+            of_any_size = kind[:3]
+            self._links[kind] = linked = self._links.get(kind, False) or not own or _are_given(own[0], given)
             self._links[of_any_size] = self._links.get(of_any_size, False) or linked
-            if first and one.ndim > 1:
-                behind = (place for place, batch in enumerate(newest[::-1]) if _is_one_of(own, batch))
+            if kind[0] == 0 and kind[2] > 1:
+                behind = (place for place, batch in enumerate(batches[::-1]) if _is_one_of(own, batch))
                 self._loaders.fetches_ahead |= next(behind, 0) >= _FETCHED_AHEAD
-        if self._learned == LEARNED:
-            self._newest.clear()
 
     def breaches(self) -> tuple[Breach, ...]:
         unused = self._given - self._fresh - self._unused
@@ -185,17 +210,15 @@ def _kind(place: int, tensor: Tensor) -> tuple[int, torch.dtype, int, int]:
     return place, tensor.dtype, tensor.ndim, tensor.shape[0] if tensor.ndim else 0
 
 
-def _rows_in(tensor: Tensor) -> list[Tensor]:
-    """Return the beginnings of a tensor's rows, float64 (rows, elements), and of all of it: a row may be a tensor."""
+def _rows_in(tensor: Tensor, most: int = _ROWS) -> list[ReadLater]:
+    """Return the beginnings of a tensor's rows, (rows, elements), and of all of it: a row may be a tensor."""
     if not (tensor.ndim and tensor.numel()) or tensor.layout != torch.strided or tensor.is_complex():
         return []
-    rows, whole = tensor.detach()[:_ROWS].reshape(min(len(tensor), _ROWS), -1), tensor.detach()[None, :_ELEMENTS]
-    rows = rows[:, :_ELEMENTS].double().cpu()
-    return [rows] if tensor.ndim > 1 else [rows, whole.double().cpu()]
-
-
-def _first_rows_in(tensor: Tensor) -> list[Tensor]:
-    return [rows[:_LOOKED_AT] for rows in _rows_in(tensor[:_LOOKED_AT] if tensor.ndim > 1 else tensor)]
+    tensor = tensor.detach()
+    first = tensor[:most]
+    rows = [first.reshape(len(first), -1)[:, :_ELEMENTS]]
+    rows += [tensor[None, :_ELEMENTS]] if tensor.ndim == 1 else []
+    return [ReadLater(one.double() if one.device.type == "cpu" else one) for one in rows]
 
 
 def _is_one_of(own: Sequence[Tensor], batch: Sequence[Tensor]) -> bool:

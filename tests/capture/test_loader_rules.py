@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ds_silent.capture.loader_rules import LEARNED, GivenRows
 from ds_silent.capture.loaders import LoaderWatch
+from ds_silent.device import ReadLater
 
 
 class Loaders:
@@ -106,6 +107,28 @@ def test_one_of_the_tensors_is_enough_and_other_kinds_may_be_rows() -> None:
     assert run.takes(torch.randn(3, 16)) is True  # the last of them
     assert run.takes(images(3)) is False
     assert run.takes(torch.arange(3)) is False  # nobody has seen such a one
+
+
+def test_the_first_forward_waits_for_the_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, waits = False, 0
+
+    def waited(later: ReadLater) -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(ReadLater, "ready", property(lambda later: arrived))
+    monkeypatch.setattr(ReadLater, "wait", waited)
+    run, constant = Run(), torch.randn(40, 16)
+    run.gives(images())
+    assert run.takes(images()) is False
+    assert waits == 2  # for the batch, and for what is forwarded
+    for _ in range(LEARNED):
+        run.gives(images())
+        assert run.takes(constant) is False  # not known yet
+    assert waits == 2
+    arrived = True
+    assert run.takes(constant) is True
+    assert run.takes(images()) is False
 
 
 def test_batches_ahead_and_evaluations() -> None:
