@@ -149,7 +149,7 @@ class RowIds:
         self._under_way, self._again = None, self._newest.repeated_by(tensors)
         self._others = self.are_others(tensors, self._newest.same) and not self._given
         if self._others:
-            begins()  # what the loader gives goes elsewhere
+            self._begins |= begins()  # what an agent acts on may come before the batch
             return
         if self._again:
             self._told_again()

@@ -51,6 +51,16 @@ def test_the_same_tensors_count_once(between: bool, view: bool) -> None:
     assert found + taken(rows) == (HASHED if view else 2 * HASHED)
 
 
+def test_a_pass_begins_with_its_first_batch_and_not_with_what_an_agent_acts_on_before_it() -> None:
+    rows = RowIds(enabled=True, capacity=16, micro_batch=4)
+    rows.are_others = lambda tensors, same: tensors[0].ndim == 1
+    rows.forward((torch.full((8,), 1.0),), {}, begins=lambda: True)
+    rows.forward((torch.full((8,), 2.0),), {})
+    rows.forward((new(),), {})
+    assert taken(rows) == HASHED
+    assert rows.starts == (0,)
+
+
 def test_the_size_of_inputs_is_read_at_measured_steps_alone() -> None:
     rows, batches = RowIds(enabled=True, capacity=64, micro_batch=4), [torch.full((4, 2), size) for size in (3.0, 5.0)]
     for measured, size in ((True, 4.0), (False, None)):
