@@ -12,7 +12,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 32, BLOCK = 8192, TOGETHER = 4, FP32 = 0, BF16 = 1, NONE = 2 };
+enum { LANES = 64, BLOCK = 8192, TOGETHER = 4, FP32 = 0, BF16 = 1, NONE = 2 };
 
 INLINE float from_bits(uint32_t bits) {
     float value;
@@ -52,31 +52,29 @@ INLINE double run(const void *values, int type, const void *previous, int previo
                   int rows, int64_t count, float *restrict table, const int8_t *restrict signs, int64_t shift,
                   float weight, int squared) {
     double square = 0.0;
-    for (int64_t block = 0; block < count; block += BLOCK) {
+    int64_t i = 0;
+    for (int64_t block = 0; block + LANES <= count; block = i) {
         int64_t end = block + BLOCK < count ? block + BLOCK : count;
-        for (int row = 0; squared && row < rows; row++) {
-            float lanes[LANES] = {0.0f};
-            int64_t i = block, from = begin + row * width;
-            for (; i + LANES <= end; i += LANES)
+        float squares[LANES] = {0.0f};
+        for (i = block; i + LANES <= end; i += LANES) {
+            float total[LANES];
+            for (int lane = 0; table && lane < LANES; lane++) total[lane] = table[i + lane];
+            for (int row = 0; row < rows; row++)
                 for (int lane = 0; lane < LANES; lane++) {
-                    float value = sum_at(values, type, previous, previous_type, from + i + lane);
-                    lanes[lane] += value * value;
+                    float value = sum_at(values, type, previous, previous_type, begin + row * width + i + lane);
+                    if (table) total[lane] += weight * with_sign(value, signs[row * shift + i + lane]);
+                    if (squared) squares[lane] += value * value;
                 }
-            for (int lane = 0; lane < LANES; lane++) square += lanes[lane];
-            for (; i < end; i++) {
-                float value = sum_at(values, type, previous, previous_type, from + i);
-                square += (double)value * value;
-            }
+            for (int lane = 0; table && lane < LANES; lane++) table[i + lane] = total[lane];
         }
-        for (int64_t i = block; table && i < end; i++) {
-            float total = table[i];
-            for (int row = 0; row < rows; row++) {
-                float value = sum_at(values, type, previous, previous_type, begin + row * width + i);
-                total += weight * with_sign(value, signs[row * shift + i]);
-            }
-            table[i] = total;
-        }
+        for (int lane = 0; lane < LANES; lane++) square += squares[lane];
     }
+    for (; i < count; i++)
+        for (int row = 0; row < rows; row++) {
+            float value = sum_at(values, type, previous, previous_type, begin + row * width + i);
+            if (table) table[i] += weight * with_sign(value, signs[row * shift + i]);
+            if (squared) square += (double)value * value;
+        }
     return square;
 }
 
