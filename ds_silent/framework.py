@@ -54,6 +54,7 @@ class Moments:
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., bool | None]  # (parameter, gradient) of a micro-batch; whether on_accumulated is to come
+    on_gradients_left: Callable[..., object]  # (parameters) behind that one, whose gradients on_accumulated reads, too
     is_measured: Callable[[], bool]  # (): the step under way is; else a backward's first gradient is all that it needs
     on_accumulated: Callable[..., object]  # (*anything) what hooks have seen has been, and is not reduced yet
     post_backward: Callable[..., bool | None]  # (*anything) a backward has ended; whether exact products are due
@@ -249,10 +250,9 @@ class Framework:
         """
         for name, parameter in parameters:
             if parameter.is_complex():
-                dtype = str(parameter.dtype).removeprefix("torch.")
                 raise ConfigError(
-                    f"{BLOCK} cannot observe {name}, whose numbers are complex ({dtype}); keep it as "
-                    f'torch.view_as_real, freeze it, or set "{BLOCK}": {{"enabled": false}}'
+                    f"{BLOCK} cannot observe {name}, whose numbers are complex ({str(parameter.dtype)[6:]}); keep it "
+                    f'as torch.view_as_real, freeze it, or set "{BLOCK}": {{"enabled": false}}'
                 )
         self.group, self.module = own_group(group), module  # the observer's own communicator, not the training's
         self.names, self.parameters = [name for name, _ in parameters], [p for _, p in parameters]

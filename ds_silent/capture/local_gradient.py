@@ -131,7 +131,7 @@ class LocalGradient:
         """
         if gradient.layout is not torch.strided:
             _refuse_sparse(index)
-        together = together and self._together
+        together = together and self._together and not self.micro_batches.keeping
         if self.micro_batches.keeping:
             self.micro_batches.add(index, gradient)
         first = self._fires[index] == 0
@@ -162,6 +162,12 @@ class LocalGradient:
         self._add(index, gradient, None if first else previous, exact, square=True)
         return False
 
+    def leave(self, indices: Iterable[int]) -> None:
+        """Leave gradients to :meth:`observe_accumulated` as ``observe`` has left the one before them."""
+        for index in indices:
+            self._fires[index] += 1
+            self._waiting[index] = None
+
     def take_out(self, index: int, previous: Tensor, apart: bool = False) -> None:
         """Take out what parameter ``index`` holds before a step's first micro-batch: ``zero_grad`` has left it, which
         is a fault of its own. What lies ``apart`` from the step's own gradient is simply not added to it."""
@@ -186,6 +192,8 @@ class LocalGradient:
         for index in unread:
             whole = self._accumulated(index)
             if whole is not None:
+                if whole.layout is not torch.strided:
+                    _refuse_sparse(index)
                 self._captured[index] = True
                 parts.append((index, 0, whole))
         self._waiting = {}

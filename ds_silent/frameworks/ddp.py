@@ -227,7 +227,13 @@ class DDPFramework(TorchFramework):
             task = torch._C._current_graph_task_id()
             if task != self._graph_task:
                 self._graph_task = task
-                Variable._execution_engine.queue_callback(moments.on_accumulated)  # type: ignore[arg-type]
+                Variable._execution_engine.queue_callback(partial(self._accumulates, moments))
+                if not self.script_hooks.any_behind():
+                    self.loop.left_gradients = {}
+
+    def _accumulates(self, moments: Moments) -> None:
+        self.loop.take_left_gradients()
+        moments.on_accumulated()
 
     def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check no more: the bound on rounding is that of the reduction as it was when the observer was attached."""

@@ -71,6 +71,7 @@ class TorchLoop:
         self._ids: set[int] = set()  # of the parameters
         self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
         self._came: set[int] = set()  # places of those whose gradients have come in this step
+        self.left_gradients: dict[int, None] | None = None  # behind them, in a backward whose others are read together
         self._hooked: list[Any] = []  # optimizers
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
         self._forwards = 0  # depth of nested forward calls
@@ -162,10 +163,12 @@ class TorchLoop:
             if not self._anothers:
                 self._moments.pre_backward(tensors)
         self._depth += 1
+        self.take_left_gradients()  # a backward within another reads its own
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self._depth -= 1
+            self.take_left_gradients()
             if self._depth == 0:
                 self._pending = self._open and self._past
                 self._backward_since = self._backward_since or self._open
@@ -194,7 +197,20 @@ class TorchLoop:
         newest = self if TorchLoop._called_last is None else TorchLoop._called_last()
         return not (self._called or newest is None or newest is self or newest._ids.isdisjoint(self._ids))
 
+    def take_left_gradients(self) -> None:
+        """Tell which gradients have come of those that are read together, and look at the next one by itself."""
+        left, self.left_gradients = self.left_gradients, None
+        if left:
+            self._came.update(left)
+            self._moments.on_gradients_left(left)
+
     def _gradient(self, index: int, gradient: Tensor) -> None:
+        left = self.left_gradients
+        if left is not None:
+            if index not in left and (index in self._came or self._parameters[index].grad is None):
+                left[index] = None
+                return
+            self.take_left_gradients()
         if self._anothers:
             return
         self._came.add(index)

@@ -48,6 +48,7 @@ class ScriptHooks:
         watched.own = next(reversed(parameter._backward_hooks))
         watched.known.add(watched.own)
         self._watched.append(watched)
+        patches.also(partial(self._watched.remove, watched))
 
     def follow(self) -> None:
         """Look behind the hooks that were registered since, as the first backward of a measured step begins."""
@@ -61,6 +62,10 @@ class ScriptHooks:
         watched = self._watched[index]
         parameter = watched.parameter
         return next(reversed(parameter._backward_hooks)) != watched.own or bool(parameter._post_accumulate_grad_hooks)
+
+    def any_behind(self) -> bool:
+        """Tell whether a hook is behind the observer's of any parameter."""
+        return any(map(self.is_behind, range(len(self._watched))))
 
     def observed(self) -> dict[str, Any]:
         """Return the step's numbers by their names in :class:`ds_silent.exchange.observation.Local`."""
