@@ -54,7 +54,7 @@ class Moments:
     pre_backward: Callable[..., object]  # (root, own=False) what a backward begins with; own: it reaches the model
     on_loss_scaled: Callable[..., object]  # (factor, gradient) of the loss: their product is the gradients' scale
     on_gradient: Callable[..., bool | None]  # (parameter, gradient) of a micro-batch; whether on_accumulated is to come
-    on_gradients_left: Callable[..., object]  # (parameters) behind that one, whose gradients on_accumulated reads, too
+    on_gradients_left: Callable[..., object]  # (parameters, boundary) all whose gradients came behind such a one
     is_measured: Callable[[], bool]  # (): the step under way is; else a backward's first gradient is all that it needs
     on_accumulated: Callable[..., object]  # (*anything) what hooks have seen has been, and is not reduced yet
     post_backward: Callable[..., bool | None]  # (*anything) a backward has ended; whether exact products are due

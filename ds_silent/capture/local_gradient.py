@@ -119,7 +119,7 @@ class LocalGradient:
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> bool:
         """Observe one micro-batch's gradient of parameter ``index``, before it is accumulated.
 
-        Return whether it is left to :meth:`observe_accumulated`.
+        Return whether it is left to :meth:`observe_accumulated`, or needs no more: those behind it may be, too.
 
         Args:
             gradient: of the parameter's shape; only read, and no reference is kept.
@@ -150,7 +150,7 @@ class LocalGradient:
             self.take_out(index, previous, apart=boundary)
         if not boundary:
             self._more_came |= self._captured[index]
-            return False
+            return together and (previous is None or not first)
         if self._captured[index]:
             self._once = False
             self._add(index, gradient, None, exact, square=False)
@@ -162,11 +162,14 @@ class LocalGradient:
         self._add(index, gradient, None if first else previous, exact, square=True)
         return False
 
-    def leave(self, indices: Iterable[int]) -> None:
-        """Leave gradients to :meth:`observe_accumulated` as ``observe`` has left the one before them."""
+    def leave(self, indices: Iterable[int], boundary: bool) -> None:
+        """Take in that gradients have come, all at once, as :meth:`observe` has left the one before them."""
         for index in indices:
             self._fires[index] += 1
-            self._waiting[index] = None
+            if boundary:
+                self._waiting[index] = None
+            else:
+                self._more_came |= self._captured[index]
 
     def take_out(self, index: int, previous: Tensor, apart: bool = False) -> None:
         """Take out what parameter ``index`` holds before a step's first micro-batch: ``zero_grad`` has left it, which

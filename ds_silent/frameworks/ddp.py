@@ -227,7 +227,8 @@ class DDPFramework(TorchFramework):
             task = torch._C._current_graph_task_id()
             if task != self._graph_task:
                 self._graph_task = task
-                Variable._execution_engine.queue_callback(partial(self._accumulates, moments))
+                if self.is_boundary():
+                    Variable._execution_engine.queue_callback(partial(self._accumulates, moments))
                 if not self.script_hooks.any_behind():
                     self.loop.left_gradients = {}
 

@@ -202,7 +202,7 @@ class TorchLoop:
         left, self.left_gradients = self.left_gradients, None
         if left:
             self._came.update(left)
-            self._moments.on_gradients_left(left)
+            self._moments.on_gradients_left(left, self._boundary)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
         left = self.left_gradients

@@ -25,9 +25,9 @@ WIDTH, STEPS = 6, 4
 class Model(nn.Module):
     """Layers in reentrant checkpoints below a head; the rows do not pass an embedding that is trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class Model(nn.Module):
 def train(directory: Path, case: str) -> list[float]:
     """Return the norm of this rank's own gradient at each step, in fp64 and of a copy that nobody reduces."""
     torch.manual_seed(3)
-    rank = dist.get_rank()
-    model, copy = Model(), Model().double()
+    rank, layers = dist.get_rank(), 1 if case == "one checkpoint" else 3
+    model, copy = Model(layers), Model(layers).double()
     wrapped: Any = fully_shard(model) if case == "fsdp2" else DistributedDataParallel(model, bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     block = {"output_dir": str(directory), "tensorboard": False}
@@ -71,13 +71,52 @@ def _plain(model: Model, rows: Tensor) -> Tensor:
 
 def test_the_local_gradient_is_read_before_the_reduction_writes_to_it(tmp_path: Path) -> None:
     """The last bucket is complete inside a checkpoint's own backward, which ends before the training's does."""
-    cases = {case: (tmp_path / case, case) for case in ("reentrant", "zeros", "never cleared", "fsdp2")}
+    cases = {
+        case: (tmp_path / case, case) for case in ("reentrant", "one checkpoint", "zeros", "never cleared", "fsdp2")
+    }
     ranks = run_on_kept_ranks(each, 2, (train, cases))
     for case in cases:
         records = list(read_metrics(tmp_path / case / "metrics.jsonl"))
         assert [record["grad_norm"]["per_rank"] for record in records] == [
             pytest.approx([norms[case][step] for norms in ranks], rel=1e-5) for step in range(STEPS)
         ], case
+
+
+def accumulate(directory: Path) -> list[int]:
+    """Return how many gradients of each micro-batch a hook has looked at by itself."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    block = {"output_dir": str(directory), "tensorboard": False}
+    observer = ds_silent.attach(model, block, optimizer=optimizer, accumulation=2)
+    assert observer is not None
+    local = observer._capture._local
+    calls, observe = [0], local.observe
+
+    def counted(*given: Any, **named: Any) -> bool:
+        calls[-1] += 1
+        return observe(*given, **named)
+
+    local.observe = counted  # type: ignore[method-assign]
+    for micro_batch in range(2 * STEPS):
+        rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * micro_batch + dist.get_rank()))
+        model.require_backward_grad_sync = bool(micro_batch % 2)
+        model(rows).square().mean().backward()
+        if micro_batch % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        calls.append(0)
+    observer.close()
+    return calls[:-1]
+
+
+def test_one_gradient_of_a_backward_speaks_for_the_others(tmp_path: Path) -> None:
+    """Two ranks, two micro-batches: what is seen of all is in the records."""
+    assert run_on_kept_ranks(accumulate, 2, (tmp_path,)) == [[1] * 2 * STEPS] * 2
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert len(records) == STEPS
+    assert all(record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"] for record in records)
+    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
 
 
 def test_hooks_read_where_nobody_calls_back() -> None:
