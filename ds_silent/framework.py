@@ -300,7 +300,7 @@ class Framework:
 
     def is_changed_behind(self, index: int) -> bool:
         """Tell whether another hook may change a parameter's gradient behind this observer's, before it accumulates."""
-        return False
+        return self.script_hooks.is_behind(index)
 
     def accumulated(self, index: int) -> Tensor | None:
         """Return what this rank has accumulated of a parameter's gradient, until the reduction."""

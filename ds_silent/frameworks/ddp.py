@@ -229,8 +229,7 @@ class DDPFramework(TorchFramework):
                 self._graph_task = task
                 if self.is_boundary():
                     Variable._execution_engine.queue_callback(partial(self._accumulates, moments))
-                if not self.script_hooks.any_behind():
-                    self.loop.left_gradients = {}
+                self.script_hooks.leave_rest()
 
     def _accumulates(self, moments: Moments) -> None:
         self.loop.take_left_gradients()

@@ -81,9 +81,6 @@ class TorchFramework(Framework):
     def is_boundary(self) -> bool:
         return self.loop.is_boundary()
 
-    def is_changed_behind(self, index: int) -> bool:
-        return self.script_hooks.is_behind(index)
-
     def accumulated(self, index: int) -> Tensor | None:
         return None if index in self.loop.frozen else self.parameters[index].grad
 

@@ -53,6 +53,7 @@ class TorchLoop:
     """
 
     _moments: Moments  # as soon as there is a hook
+    _script_hooks: ScriptHooks
     _called_last: weakref.ref[TorchLoop] | None = None  # of all loops of this process
     left: Callable[[], Iterator[tuple[int, Tensor]]] | None = None  # what a step finds where its gradient is put later
     is_past_wrapper: Callable[[], bool] | None = None  # whether the forward that begins goes past it; None: never
@@ -71,7 +72,6 @@ class TorchLoop:
         self._ids: set[int] = set()  # of the parameters
         self.frozen: frozenset[int] = frozenset()  # places of those in no backward now, whatever their gradients hold
         self._came: set[int] = set()  # places of those whose gradients have come in this step
-        self.left_gradients: dict[int, None] | None = None  # behind them, in a backward whose others are read together
         self._hooked: list[Any] = []  # optimizers
         self._synchronises, self._reduces_in_backward = synchronises, reduces_in_backward
         self._forwards = 0  # depth of nested forward calls
@@ -103,7 +103,7 @@ class TorchLoop:
         script_hooks: ScriptHooks,
     ) -> None:
         """Register every hook; ``stored``: the parameters that hold the gradients."""
-        self._moments, patches = moments, self._patches
+        self._moments, self._script_hooks, patches = moments, script_hooks, self._patches
         forward, forwarded = map(outside_transforms, (self._forward, self._forwarded))
         patches.hook(self._module.register_forward_pre_hook, forward, with_kwargs=True)
         patches.hook(self._module.register_forward_hook, forwarded, always_call=True)
@@ -199,18 +199,14 @@ class TorchLoop:
 
     def take_left_gradients(self) -> None:
         """Tell which gradients have come of those that are read together, and look at the next one by itself."""
-        left, self.left_gradients = self.left_gradients, None
-        if left:
+        if left := self._script_hooks.take_left():
             self._came.update(left)
             self._moments.on_gradients_left(left, self._boundary)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
-        left = self.left_gradients
-        if left is not None:
-            if index not in left and (index in self._came or self._parameters[index].grad is None):
-                left[index] = None
-                return
-            self.take_left_gradients()
+        if self._script_hooks.notes(index):
+            return
+        self.take_left_gradients()
         if self._anothers:
             return
         self._came.add(index)

@@ -8,7 +8,7 @@ hooks.changed, hooks.observed()                         # so far; of the step
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
@@ -33,6 +33,8 @@ class ScriptHooks:
         self.change = 0
         self._watched: list[_Watched] = []
         self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
+        self._left: dict[int, None] | None = None  # numbers of the parameters whose gradients are noted
+        self._came: set[int] = set()  # of those that were in this step
 
     def register(
         self, patches: Patches, name: str, parameter: Any, act: Callable[..., object], stored: Any = None
@@ -59,13 +61,33 @@ class ScriptHooks:
 
     def is_behind(self, index: int) -> bool:
         """Tell whether a hook is behind the observer's of the parameter that was registered as number ``index``."""
+        if not self._watched:
+            return False
         watched = self._watched[index]
         parameter = watched.parameter
         return next(reversed(parameter._backward_hooks)) != watched.own or bool(parameter._post_accumulate_grad_hooks)
 
-    def any_behind(self) -> bool:
-        """Tell whether a hook is behind the observer's of any parameter."""
-        return any(map(self.is_behind, range(len(self._watched))))
+    def leave_rest(self) -> None:
+        """Let :meth:`notes` take the gradients of the backward under way, if none is changed behind its hook."""
+        if not any(map(self.is_behind, range(len(self._watched)))):
+            self._left = {}
+
+    def notes(self, index: int) -> bool:
+        """Note that a gradient has come, where that is all, and it is read when all have; return whether it is.
+
+        It is not where a gradient comes twice in a backward, or finds what no backward of this step has left.
+        """
+        left = self._left
+        if left is None or index in left or not (index in self._came or self._watched[index].parameter.grad is None):
+            return False
+        left[index] = None
+        return True
+
+    def take_left(self) -> Collection[int]:
+        """Return the numbers of the parameters whose gradients were noted; :meth:`notes` takes no more."""
+        left, self._left = self._left, None
+        self._came.update(left or ())
+        return left or ()
 
     def observed(self) -> dict[str, Any]:
         """Return the step's numbers by their names in :class:`ds_silent.exchange.observation.Local`."""
@@ -80,6 +102,7 @@ class ScriptHooks:
     def start_step(self) -> None:
         """Forget what hooks have done in the step that was taken."""
         self.change, self._norms = 0, None
+        self._came.clear()
 
     def take_change(self, ahead: bool) -> None:
         """Take in that a hook has changed a gradient in this step, or may have."""

@@ -36,6 +36,7 @@ from ds_silent.frameworks.deepspeed.reduction import (
     applied_places,
     base_optimizers,
     reduced_after_backward,
+    reduces_what_accumulates,
     share_of,
     whole_on_every_rank,
 )
@@ -219,11 +220,11 @@ class DeepSpeedFramework(Framework):
             self._kept = KeptGradients(engine, self.parameters)
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
         self.hook_sees_full_gradient = self._ordered is None and not self._pipeline
+        self.reads_together = self.hook_sees_full_gradient and reduces_what_accumulates(engine)
         self._reduce: Callable[..., Any] | None = None
         self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
         checks = config.integrity.aggregation and config.direction.method != "off"
-        clips = self.clip > 0.0 and self._shape.is_part
-        # what is applied is not observed where the model's norm is that of several groups
+        clips = self.clip > 0.0 and self._shape.is_part  # by a norm of several groups: what is applied is not observed
         self._places = applied_places(engine, self.parameters, self._share) if checks and not clips else None
         self.observes_applied = self._places is not None
         whole = whole_on_every_rank(engine) and not self._shape.experts
@@ -240,10 +241,8 @@ class DeepSpeedFramework(Framework):
         return arithmetic_of(self._engine, elements, width, reductions, ranks, ordered, sequence)
 
     def seeks_loss_scale(self, applied: bool | None) -> bool:
-        """ZeRO skips steps with an overflow in fp32 and bf16 too; there it is a fault, not a search for the loss scale.
-        In stage 0 autocast's scaler leaves the optimizer out without telling the engine.
-        """
-        if self._autocast_scales and applied is not None:
+        """Tell whether a step was skipped for it. ZeRO skips overflows of fp32 and bf16, too, where they are faults."""
+        if self._autocast_scales and applied is not None:  # in stage 0 its scaler tells the engine nothing
             return not applied
         return self._losses.scaled and self.counts.update_skipped
 
@@ -339,7 +338,8 @@ class DeepSpeedFramework(Framework):
 
     def connect(self, moments: Moments) -> None:
         engine, patches, local = self._engine, self.patches, moments.guard.local
-        gradient, scaled = map(patches.in_backward, (moments.on_gradient, moments.on_loss_scaled))
+        gradient = patches.in_backward(partial(self._gradient, moments))
+        scaled = patches.in_backward(moments.on_loss_scaled)
         for index, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             self.script_hooks.register(patches, name, parameter, partial(gradient, index))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
@@ -360,12 +360,28 @@ class DeepSpeedFramework(Framework):
             self._ordered.look = moments.post_backward
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
-            self._around("allreduce_gradients", moments.post_backward)
+            self._around("allreduce_gradients", partial(self._backward_ended, moments))
             LeftGradients(engine, patches, moments.guard, moments.on_gradient_dropped)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.pre_update, moments.post_step)
         self._around("save_checkpoint", moments.pre_checkpoint)
         self._around("destroy", moments.close)
+
+    def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
+        if not self.script_hooks.notes(index):
+            self._take_left(moments)
+            if moments.on_gradient(index, gradient):
+                self.script_hooks.leave_rest()
+
+    def _take_left(self, moments: Moments) -> None:
+        if left := self.script_hooks.take_left():
+            moments.on_gradients_left(left, self.is_boundary())
+
+    def _backward_ended(self, moments: Moments, *_: Any, **__: Any) -> None:
+        moments.guard.local(self._take_left, moments)
+        if self.reads_together and self.is_boundary():
+            moments.on_accumulated()
+        moments.post_backward()
 
     def close(self, ended: bool) -> None:
         """Remove every hook; an ordered reduction goes on when the observer broke: the arithmetic must not change."""

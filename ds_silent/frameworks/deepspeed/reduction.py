@@ -19,6 +19,17 @@ from ds_silent.frameworks.torch_common import Slice, contains, cut, nth_share, r
 from ds_silent.patches import Patches
 
 
+def reduces_what_accumulates(engine: Any) -> bool:
+    """Tell whether ``parameter.grad`` holds the gradient of all the step's micro-batches behind its last backward.
+
+    So it is in stage 0, and in stage 1 without ``overlap_comm`` (0.16.9 to 0.19.8).
+    """
+    optimizer = engine.optimizer
+    elsewhere = isinstance(optimizer, BF16_Optimizer) or getattr(optimizer, "use_grad_accum_attribute", False)
+    overlaps = engine.zero_optimization_stage() > 0 and engine.zero_overlap_comm()
+    return not (elsewhere or overlaps or engine.zero_optimization_partition_gradients())
+
+
 def accumulated_gradients(engine: Any, parameters: list[Tensor]) -> Accumulated:
     """Find where a parameter's gradient of the step's earlier micro-batches lies, in stages 0 and 1.
 
