@@ -165,8 +165,9 @@ class LocalGradient:
     def leave(self, indices: Iterable[int], boundary: bool) -> None:
         """Take in that gradients have come, all at once, as :meth:`observe` has left the one before them."""
         for index in indices:
+            self._once &= not (self._additive and self._fires[index])
             self._fires[index] += 1
-            if boundary:
+            if boundary or self._additive:
                 self._waiting[index] = None
             else:
                 self._more_came |= self._captured[index]

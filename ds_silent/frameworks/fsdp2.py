@@ -11,6 +11,7 @@ freed; where one holds something from before, a hook gives it. What comes out is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -163,13 +164,21 @@ class FSDP2Framework(TorchFramework):
         )
         self.aggregate_replicated, self._rows = False, self.share()
         self.hooked = plain_parameters(model, self._modules, self.names)
-        self.loop.left = self._left
+        self.loop.left, self.script_hooks.adds_up = self._left, False
 
     def connect(self, moments: Moments) -> None:
         """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""
-        super().connect(moments)
+        super().connect(replace(moments, on_gradient=partial(self._gradient, moments)))
         for group in groups_of(self._modules):
-            self.patches.around(group, "post_backward", moments.on_accumulated)
+            self.patches.around(group, "post_backward", partial(self._group_accumulated, moments))
+
+    def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
+        if moments.on_gradient(index, gradient):
+            self.script_hooks.leave_rest()
+
+    def _group_accumulated(self, moments: Moments, *_: Any) -> None:
+        self.loop.take_left_gradients(goes_on=True)
+        moments.on_accumulated()
 
     def accumulated(self, index: int) -> Tensor | None:
         """Return what a backward has brought of the whole parameter, until its group's end."""

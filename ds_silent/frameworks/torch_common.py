@@ -282,12 +282,12 @@ def cut(values: Tensor | None, piece: Slice) -> Tensor | None:
     """Return a piece's elements, a view where it is whole rows or the values are contiguous; None stays None."""
     if values is None:
         return None
+    if values.is_contiguous() and not values.requires_grad:  # one view, because this is done for each at every step
+        return values.as_strided((piece.numel,), (1,), values.storage_offset() + piece.start)
     values = values.detach()
-    if not values.is_contiguous():
-        dim, size = _first_long(values)
-        row = values.numel() // size
-        if piece.start % row == 0 and piece.numel % row == 0:
-            return values.narrow(dim, piece.start // row, piece.numel // row)
+    dim, size = _first_long(values)
+    if not values.is_contiguous() and piece.start % (row := values.numel() // size) == 0 and piece.numel % row == 0:
+        return values.narrow(dim, piece.start // row, piece.numel // row)
     return values.reshape(-1)[piece.start : piece.start + piece.numel]
 
 

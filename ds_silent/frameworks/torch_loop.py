@@ -197,9 +197,9 @@ class TorchLoop:
         newest = self if TorchLoop._called_last is None else TorchLoop._called_last()
         return not (self._called or newest is None or newest is self or newest._ids.isdisjoint(self._ids))
 
-    def take_left_gradients(self) -> None:
+    def take_left_gradients(self, goes_on: bool = False) -> None:
         """Tell which gradients have come of those that are read together, and look at the next one by itself."""
-        if left := self._script_hooks.take_left():
+        if left := self._script_hooks.take_left(goes_on):
             self._came.update(left)
             self._moments.on_gradients_left(left, self._boundary)
 

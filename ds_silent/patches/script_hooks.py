@@ -25,12 +25,13 @@ class ScriptHooks:
         changed: those that have changed a gradient, each with the first parameter at which it has.
         change: 1 where one has done so in this step; 2: behind the observer's. As in
             :class:`ds_silent.exchange.observation.Local`.
+        adds_up: micro-batches add up where a gradient is read.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.changed: dict[str, str] = {}
-        self.change = 0
+        self.change, self.adds_up = 0, True
         self._watched: list[_Watched] = []
         self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
         self._left: dict[int, None] | None = None  # numbers of the parameters whose gradients are noted
@@ -77,15 +78,15 @@ class ScriptHooks:
 
         It is not where a gradient comes twice in a backward, or finds what no backward of this step has left.
         """
-        left = self._left
-        if left is None or index in left or not (index in self._came or self._watched[index].parameter.grad is None):
+        left, adds = self._left, self.adds_up and index in self._came
+        if left is None or index in left or not (adds or self._watched[index].parameter.grad is None):
             return False
         left[index] = None
         return True
 
-    def take_left(self) -> Collection[int]:
-        """Return the numbers of the parameters whose gradients were noted; :meth:`notes` takes no more."""
-        left, self._left = self._left, None
+    def take_left(self, goes_on: bool = False) -> Collection[int]:
+        """Return the numbers of the parameters whose gradients were noted; ``goes_on``: notes more of them, if any."""
+        left, self._left = self._left, {} if goes_on and self._left is not None else None
         self._came.update(left or ())
         return left or ()
 

@@ -82,10 +82,13 @@ def test_the_local_gradient_is_read_before_the_reduction_writes_to_it(tmp_path: 
         ], case
 
 
-def accumulate(directory: Path) -> list[int]:
+def accumulate(directory: Path, case: str) -> list[int]:
     """Return how many gradients of each micro-batch a hook has looked at by itself."""
     torch.manual_seed(3)
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    for layer in layers if case == "fsdp2" else ():
+        fully_shard(layer)
+    model: Any = fully_shard(layers) if case == "fsdp2" else DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     block = {"output_dir": str(directory), "tensorboard": False}
     observer = ds_silent.attach(model, block, optimizer=optimizer, accumulation=2)
@@ -100,6 +103,8 @@ def accumulate(directory: Path) -> list[int]:
     local.observe = counted  # type: ignore[method-assign]
     for micro_batch in range(2 * STEPS):
         rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * micro_batch + dist.get_rank()))
+        if case == "fsdp2":
+            model.set_requires_gradient_sync(bool(micro_batch % 2))
         model.require_backward_grad_sync = bool(micro_batch % 2)
         model(rows).square().mean().backward()
         if micro_batch % 2:
@@ -111,12 +116,14 @@ def accumulate(directory: Path) -> list[int]:
 
 
 def test_one_gradient_of_a_backward_speaks_for_the_others(tmp_path: Path) -> None:
-    """Two ranks, two micro-batches: what is seen of all is in the records."""
-    assert run_on_kept_ranks(accumulate, 2, (tmp_path,)) == [[1] * 2 * STEPS] * 2
-    records = list(read_metrics(tmp_path / "metrics.jsonl"))
-    assert len(records) == STEPS
-    assert all(record["integrity"]["relative_error"] <= record["integrity"]["rounding_bound"] for record in records)
-    assert [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"] == []
+    """Two ranks, two micro-batches. FSDP2 adds the second one's to the first one's, and is asked for it alone."""
+    cases = {case: (tmp_path / case, case) for case in ("ddp", "fsdp2")}
+    assert run_on_kept_ranks(each, 2, (accumulate, cases)) == [{"ddp": [1, 1] * STEPS, "fsdp2": [1, 8] * STEPS}] * 2
+    for case in cases:
+        checks = [record["integrity"] for record in read_metrics(tmp_path / case / "metrics.jsonl")]
+        assert len(checks) == STEPS
+        assert all(check["relative_error"] <= check["rounding_bound"] for check in checks)
+        assert [event for event in read_events(tmp_path / case / "events.jsonl") if event["severity"] != "info"] == []
 
 
 def test_hooks_read_where_nobody_calls_back() -> None:
