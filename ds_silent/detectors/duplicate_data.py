@@ -25,7 +25,8 @@ SAME_LOSS, SAME_NORM = 1e-6, 2.0**-8  # relative
 SLACK = 3.0  # of a squared distance that is known by a few numbers
 WINDOW = 512  # ranks of one loss that are compared with each other, nearest first
 MAX_GROUPS = 8  # reported one by one
-FEW, _IN_ROW = 8, 32  # ranks of a group whose rows are looked at; measured steps
+FEW = 8  # ranks of a group whose rows are looked at
+_IN_ROW, _NEARLY = 32, 3  # measured steps
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
 
@@ -40,20 +41,32 @@ class SameGradients(Detector):
     """Compare the gradients of ranks that no row ids have named; ids may be counted per rank.
 
     Ranks that took the same rows have the same gradient. Where the ids show that, and do not name the ranks, they took
-    them by chance, as few rows of a batch or contents that recur: ``_IN_ROW`` steps in a row are none.
+    them by chance, as few rows of a batch or contents that recur: ``_IN_ROW`` steps in a row are none. Gradients that
+    are equal but for rounding may come of other rows, as of a classifier whose batches have one class alone: they must
+    be so for ``_NEARLY`` steps in a row, or ``_IN_ROW`` where the rows' contents are known to be others.
     """
 
     def __init__(self, alike: bool = True):
         self._alike = alike
-        self._steps: dict[tuple[int, ...], int] = {}  # in a row, of ranks that took the same rows; a resume forgets it
+        self._steps: dict[tuple[int, ...], int] = {}  # in a row, of ranks with the same gradient; a resume forgets it
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         named_before = any(finding.kind == "duplicate-data" for finding in before)
         found = by_gradients(record, evidence.directions) if self._alike and not named_before else []
-        shared = evidence.duplicates or {}
-        known = {one.ranks: any(pair in shared for pair in combinations(one.ranks[:FEW], 2)) for one in found}
-        self._steps = {ranks: self._steps.get(ranks, 0) + 1 for ranks, by_rows in known.items() if by_rows}
-        return [one for one in found if self._steps.get(one.ranks, _IN_ROW) >= _IN_ROW]
+        self._steps = {one.ranks: self._steps.get(one.ranks, 0) + 1 for one in found}
+        return [one for one in found if self._steps[one.ranks] >= _steps_needed(record, evidence, one.ranks)]
+
+
+def _steps_needed(record: StepRecord, evidence: Evidence, ranks: Sequence[int]) -> int:
+    """Return at how many steps in a row ranks must have the same gradient."""
+    shared = evidence.duplicates or {}
+    if any(pair in shared for pair in combinations(ranks[:FEW], 2)):
+        return _IN_ROW
+    losses, norms = record.loss.per_rank or (), record.grad_norm.per_rank or ()
+    if len({(losses[rank], norms[rank]) for rank in ranks}) == 1:
+        return 1
+    by_content = evidence.duplicates is not None and evidence.passes is not None and evidence.rows_sampled == 1.0
+    return _IN_ROW if by_content else _NEARLY
 
 
 def shared_findings(

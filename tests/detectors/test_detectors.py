@@ -327,6 +327,23 @@ def test_equal_gradients_of_rows_that_were_shared_by_chance_are_no_fault() -> No
     assert found == [32]
 
 
+@pytest.mark.parametrize(("content_known", "step"), [(True, 32), (False, 3)])
+def test_gradients_that_are_nearly_equal_may_come_of_other_rows(content_known: bool, step: int) -> None:
+    """A classifier of which one class is rare: most batches have the other alone, and teach it the same."""
+    matrix = matrix_with({(0, 2)}, 4)
+    record = make(1, [2.0, 2.1, 2.0, 2.3], [1.0, 1.2, 1.0 + 1e-6, 0.9], [0.1] * 4, matrix=matrix)
+    passes = OwnPasses((2,) * 4, (100.0,) * 4, 0.25, (400,) * 4) if content_known else None
+    judge, others = Judge(DetectorsConfig()), replace(ids({}), passes=passes)
+    found = [step for step in range(1, 41) for event in judge.step(record, others) if event.kind == "duplicate-data"]
+    assert found == [step]
+    unlike = replace(record, loss=make(1, [2.0, 2.1, 2.2, 2.3], [1.0] * 4, [0.1] * 4).loss)
+    judge = Judge(DetectorsConfig())
+    events = [
+        event for number in range(2 * step) for event in judge.step(unlike if number % step == 1 else record, others)
+    ]
+    assert "duplicate-data" not in kinds(events)
+
+
 def test_above_the_gather_limit_the_mean_cosine_tells() -> None:
     record = make(1, [2.0] * 100, [1.0] * 100, [1.0] * 100)
     event = Judge(DetectorsConfig()).step(record, NOTHING)[0]
