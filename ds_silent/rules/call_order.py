@@ -182,8 +182,8 @@ class EmptyStep(_WrongSteps):
         if self._row.times < self._by_all:
             return ()
         message = (
-            f"Each optimizer.step() since step {self._row.since} finds no gradient in any parameter, although the "
-            "backward has brought some: they are cleared before the step, and nothing is trained."
+            "No optimizer.step() finds a gradient in any parameter, although the backward has brought some, since step "
+            f"{self._row.since}: they are cleared before the step, and nothing is trained."
         )
         remedy = "Call zero_grad() behind optimizer.step(), or before the first backward of a step, and not between."
         return (Breach("empty", "update-mismatch", "error", "zero_grad", message, remedy, self._row.since),)
