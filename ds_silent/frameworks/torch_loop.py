@@ -204,9 +204,10 @@ class TorchLoop:
             self._moments.on_gradients_left(left, self._boundary)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
-        if self._script_hooks.notes(index):
-            return
-        self.take_left_gradients()
+        if self._script_hooks.left is not None:
+            if self._script_hooks.notes(index):
+                return
+            self.take_left_gradients()
         if self._anothers:
             return
         self._came.add(index)

@@ -26,16 +26,18 @@ class ScriptHooks:
         change: 1 where one has done so in this step; 2: behind the observer's. As in
             :class:`ds_silent.exchange.observation.Local`.
         adds_up: micro-batches add up where a gradient is read.
+        left: numbers of the parameters whose gradients were noted; None where none are.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.changed: dict[str, str] = {}
         self.change, self.adds_up = 0, True
+        self.left: dict[int, None] | None = None
         self._watched: list[_Watched] = []
         self._norms: list[tuple[Any, Any]] | None = None  # before and behind the hooks, of a measured step
-        self._left: dict[int, None] | None = None  # numbers of the parameters whose gradients are noted
         self._came: set[int] = set()  # of those that were in this step
+        self._none_behind: bool | None = None  # no hook is, as this step's first backward began
 
     def register(
         self, patches: Patches, name: str, parameter: Any, act: Callable[..., object], stored: Any = None
@@ -70,15 +72,17 @@ class ScriptHooks:
 
     def leave_rest(self) -> None:
         """Let :meth:`notes` take the gradients of the backward under way, if none is changed behind its hook."""
-        if not any(map(self.is_behind, range(len(self._watched)))):
-            self._left = {}
+        if self._none_behind is None:
+            self._none_behind = not any(map(self.is_behind, range(len(self._watched))))
+        if self._none_behind:
+            self.left = {}
 
     def notes(self, index: int) -> bool:
         """Note that a gradient has come, where that is all, and it is read when all have; return whether it is.
 
         It is not where a gradient comes twice in a backward, or finds what no backward of this step has left.
         """
-        left, adds = self._left, self.adds_up and index in self._came
+        left, adds = self.left, self.adds_up and index in self._came
         if left is None or index in left or not (adds or self._watched[index].parameter.grad is None):
             return False
         left[index] = None
@@ -86,7 +90,7 @@ class ScriptHooks:
 
     def take_left(self, goes_on: bool = False) -> Collection[int]:
         """Return the numbers of the parameters whose gradients were noted; ``goes_on``: notes more of them, if any."""
-        left, self._left = self._left, {} if goes_on and self._left is not None else None
+        left, self.left = self.left, {} if goes_on and self.left is not None else None
         self._came.update(left or ())
         return left or ()
 
@@ -104,6 +108,7 @@ class ScriptHooks:
         """Forget what hooks have done in the step that was taken."""
         self.change, self._norms = 0, None
         self._came.clear()
+        self._none_behind = None
 
     def take_change(self, ahead: bool) -> None:
         """Take in that a hook has changed a gradient in this step, or may have."""

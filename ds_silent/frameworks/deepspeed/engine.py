@@ -368,7 +368,7 @@ class DeepSpeedFramework(Framework):
         self._around("destroy", moments.close)
 
     def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
-        if not self.script_hooks.notes(index):
+        if self.script_hooks.left is None or not self.script_hooks.notes(index):
             self._take_left(moments)
             if moments.on_gradient(index, gradient):
                 self.script_hooks.leave_rest()
