@@ -333,7 +333,7 @@ def test_only_numbers_of_the_script_are_its_factor() -> None:
 
 def test_nothing_is_read_where_nothing_is_measured() -> None:
     objective, loss = LocalObjective(), F.cross_entropy(_logits(), TARGETS)
-    nothing = cast(Any, SimpleNamespace(step=1, script_hooks=ScriptHooks()))
+    nothing = cast(Any, SimpleNamespace(step=1, script_hooks=ScriptHooks(), leave=None))
     settings = cast(Any, SimpleNamespace(objective=objective))
     moments = StepMoments(nothing, nothing, nothing, nothing, nothing, settings, keep=None)
     moments.root(loss)

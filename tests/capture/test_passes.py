@@ -37,7 +37,7 @@ CALLS = {"reduced: add_all": 1, "reduced: take": 2, "observation: checksum": 1}
 LOCAL_CALLS = {
     "ddp": {"local: add_all": 1},
     "views": {"local: add": 13},  # each gradient as it comes: the reduction writes where it lies
-    "deepspeed": {"local: add": 13},
+    "deepspeed": {"local: add_all": 1},
 }
 """Of a measured step; the model has 13 trainable parameters."""
 MOMENTS = [
@@ -177,7 +177,7 @@ def over_ranks(step: list[Step], other: list[Step]) -> list[dict[str, Fraction]]
     return rows
 
 
-def gradients_taken(directory: str) -> list[int]:
+def gradients_taken(directory: str, views: bool) -> list[int]:
     """How many gradients the hooks hand on in each of 3 steps, of which the second is measured."""
     handed, taken, original = [0], [], StepMoments.gradient
 
@@ -188,7 +188,7 @@ def gradients_taken(directory: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StepMoments, "gradient", gradient)
         block = {"output_dir": directory, "interval": 2, "tensorboard": False}
-        micro_step, _, observer = in_ddp(block, accumulation=1)
+        micro_step, _, observer = in_ddp(block, accumulation=1, views=views)
         for _ in range(3):
             handed[0] = 0
             micro_step(True)
@@ -207,9 +207,9 @@ def test_a_measured_step_makes_these_passes_and_calls_and_no_more(tmp_path: Path
 
 @pytest.mark.parametrize("framework", list(LOCAL_CALLS))
 def test_accumulation_is_read_once_at_the_boundary(tmp_path: Path, framework: str) -> None:
-    """There a hook reads what is accumulated beside what comes in; the first micro-batch reads nothing."""
+    """A hook that reads there reads what is accumulated beside what comes in; the first micro-batch reads nothing."""
     ranks = run_on_kept_ranks(steps_of, 2, (str(tmp_path), framework, 1, 2, 3))
-    boundary = PASSES | {"local: sketch": Fraction(1 if framework == "ddp" else 2)}
+    boundary = PASSES | {"local: sketch": Fraction(2 if framework == "views" else 1)}
     assert [over_ranks(*both) for both in zip(*ranks, strict=True)] == 3 * [[{}, boundary]]
     expected = CALLS | LOCAL_CALLS[framework]
     assert [[calls for _, calls in step] for rank in ranks for step in rank] == 2 * 3 * [[{}, expected]]
@@ -224,5 +224,7 @@ def test_an_unmeasured_step_reads_nothing_and_calls_no_kernel_in_any_micro_batch
         assert rank[9][0] == ({}, {})
 
 
-def test_an_unmeasured_step_takes_its_first_gradient_alone(tmp_path: Path) -> None:
-    assert run_on_kept_ranks(gradients_taken, 2, (str(tmp_path),)) == 2 * [[1, 13, 1]]
+@pytest.mark.parametrize("views", [False, True])
+def test_an_unmeasured_step_takes_its_first_gradient_alone(tmp_path: Path, views: bool) -> None:
+    """So does a measured one where all are read together."""
+    assert run_on_kept_ranks(gradients_taken, 2, (str(tmp_path), views)) == 2 * [[1, 13 if views else 1, 1]]
