@@ -88,8 +88,8 @@ class LabelWeightsTest(Detector):
         if multiple is not None and _is_broken(multiple, weights, ranks):
             message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
             of_a_trainer = _of_the_mean(weights) in (None, weights.trainer)
-            added_up = of_a_trainer and multiple.micro_batches > 0 and _is_mean(weights)
-            own = f"{_OF_TRANSFORMERS} Else: " if added_up else ""
+            more = multiple.micro_batches > 0 or (weights.by_items and multiple.ranks > 0)
+            own = f"{_OF_TRANSFORMERS} Else: " if of_a_trainer and more and _is_mean(weights) else ""
             return _finding("sum", message, f"{own}{_remedy(total)}", total, record.step)
         changed = _changed(weights)
         if weights.promise is not None and not _near(changed, 1.0):

@@ -273,6 +273,15 @@ def test_items_promise_that_labels_count_alike() -> None:
     assert [event.effect for event in told(by_rank)] == [2.0], "each rank's count alike, and not those of two"
 
 
+def test_a_model_that_makes_a_mean_of_its_loss_is_told_what_to_set() -> None:
+    """transformers' Trainer multiplies by the ranks what it has given the items to."""
+    [event] = told(weights(3.0, (), times=3.0, by_items=True))
+    assert "multiplied by the 3 ranks" in event.message
+    assert "set model.accepts_loss_kwargs = False" in event.remedy
+    [event] = told(weights(1 / 3, (4.0, 3.0), promise=TRAINER))
+    assert "accepts_loss_kwargs" not in event.remedy
+
+
 def test_a_short_window_ends_nothing() -> None:
     wrong = weights(0.25, promise=ENGINE, wrapper=0.25)
     short = replace(wrong, totals=wrong.totals / 2, backwards=frozenset({2}))
