@@ -9,7 +9,7 @@ state what its published formula makes of them, up to rounding (:mod:`ds_silent.
 
 * **Which elements**: every n-th of a tensor, some 64 of it, beginning elsewhere at each step, the same on all ranks.
   Of all tensors at the first step and up to the first whose rate is not 0, of a few in turn at each later measured
-  step, and always of those that were wrong.
+  step, behind 64 right ones at every second, and always of those that were wrong.
 * **When**: the last hook before the step but for the observer's own, and the first behind it. What a script changes
   before or after is none of it: a moving average, clipped or normalised weights, a repair.
 * **The count** of an optimizer that corrects a bias, at its first step.
@@ -42,6 +42,7 @@ from ds_silent.rules.rule import Breach, Rule
 
 SAMPLES = 64  # of a tensor
 TENSORS = 4  # per step, in turn
+SETTLED = 64  # measured steps, behind which every second one is looked at, as long as nothing is wrong
 SAMPLES_OF_CALL = TENSORS * SAMPLES  # at least, of a step's call that has fewer tensors, as ZeRO's flat partitions
 AT_FIRST = 4  # times as many where all tensors are looked at
 SHOWN = 3
@@ -94,6 +95,11 @@ class UpdateRule(Rule):
         self._wrong: dict[int, Wrong] = {}  # by id of the tensor
         self._whole = True  # all tensors are looked at
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
+        self._judged, self._newest, self._due = (
+            0,
+            0,
+            False,
+        )  # steps, and the last of them; the one under way is looked at
         self._begun: set[int] = set()  # ids of the optimizers that have been looked at
         self._late: dict[str, Breach] = {}  # by kind of the optimizer, whose count has begun too late
         self._lost = LostUpdates()
@@ -160,9 +166,11 @@ class UpdateRule(Rule):
     def _looks(self) -> bool:
         step = self._framework.step
         if step != self._step:
-            self._cycle, self._first = self._position, (self._first + TENSORS) % max(self._position, 1)
-            self._step, self._position = step, 0
-        return step % self._interval == 0
+            self._step, self._cycle, self._position = step, self._position or self._cycle, 0
+            number, rest = divmod(step, self._interval)
+            self._due = rest == 0 and (self._judged < SETTLED or number % 2 == 0 or bool(self._wrong))
+            self._first = (self._first + TENSORS * self._due) % max(self._cycle, 1)
+        return self._due
 
     def _chosen(self, optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield the parameters that are looked at in this call, with their groups."""
@@ -216,6 +224,7 @@ class UpdateRule(Rule):
     @np.errstate(all="ignore")  # what is not finite says nothing
     def _judge(self, at: int, kind: str, first: bool, parts: list[Part], old: ReadLater, new: ReadLater) -> None:
         """Judge a part's tensors together, else one by one; ``first``: these are all of an optimizer's first call."""
+        self._judged, self._newest = self._judged + (at != self._newest), at
         values, weights = _numbers(old.values), _numbers(new.values)
         offset = begin = 0
         corrected: list[tuple[Update, Elements]] = []

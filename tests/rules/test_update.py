@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_silent.patches import Patches
-from ds_silent.rules.optimizer_update import TENSORS, UpdateRule
+from ds_silent.rules.optimizer_update import SETTLED, TENSORS, UpdateRule
 from ds_silent.rules.rule import Breach
 
 STEPS = 40
@@ -420,6 +420,34 @@ def test_each_tensor_has_its_turn_in_two_steps(tensor: int, monkeypatch: pytest.
     monkeypatch.setattr(OF_SGD, "sgd", moved(*[(tensor, element) for element in range(sizes[tensor])]))
     found = Script(by(torch.optim.SGD, lr=0.1, foreach=False)).run(4)
     assert found[0][1].since in (2, 3)
+
+
+@pytest.mark.parametrize("tensor", range(8))
+def test_each_tensor_has_its_turn_whatever_the_interval(tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [one.numel() for one in net().parameters()]
+    monkeypatch.setattr(OF_SGD, "sgd", moved(*[(tensor, element) for element in range(sizes[tensor])]))
+    found = Script(by(torch.optim.SGD, lr=0.1, foreach=False), interval=2).run(4)
+    assert found[0][1].since in (2, 4)
+
+
+def test_an_optimizer_that_was_right_for_long_is_looked_at_in_every_second_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until something is wrong: then at each step again."""
+    looked: list[int] = []
+    take = UpdateRule.after
+
+    def after(rule: UpdateRule, *given: Any) -> None:
+        looked.extend([rule._framework.step] * (rule._open is not None))
+        take(rule, *given)
+
+    def change(script: Script, step: int) -> None:
+        monkeypatch.setattr(OF_ADAM, "adam", ADAM if step < SETTLED + 9 else with_settings(ADAM, weight_decay=0.0))
+
+    monkeypatch.setattr(UpdateRule, "after", after)
+    found = Script(with_form(ADAMW, foreach=False), change=change).run(SETTLED + 12)
+    assert looked == [*range(1, SETTLED + 1), *range(SETTLED + 2, SETTLED + 10, 2), *range(SETTLED + 10, SETTLED + 13)]
+    assert {breach.since for _, breach in found} == {SETTLED + 10}
 
 
 def test_elements_are_other_ones_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
