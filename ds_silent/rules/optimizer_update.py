@@ -211,7 +211,7 @@ class UpdateRule(Rule):
             return None
         numel, most = local[0].numel(), settings.most
         stride = max(1, numel // most) | 1
-        begin = self._framework.step * 7919 % min(stride, numel)
+        begin = self._framework.step // self._interval * 7919 % min(stride, numel)
         unit = max(UNIT_ROUNDOFF[tensor.dtype] for tensor in (local[0], *local[2:]))
         place, name = self._groups.get(id(group), 0), self._names.get(id(parameter), "")
         count = min(most, -(-(numel - begin) // stride))
