@@ -80,8 +80,8 @@ class StepMoments:
         keep: Callable[..., None] | None,
     ):
         self._framework, self._guard, self._local, self._settings = framework, guard, local, settings
-        self.aggregate, self.forwards, self._keep = aggregate, forwards, keep
-        self.plan, self.leave = StepPlan(framework.step), local.leave  # of the step under way
+        self.aggregate, self.forwards, self.leave, self._keep = aggregate, forwards, local.leave, keep
+        self.plan = StepPlan(framework.step)  # of the step under way
         self.last_applied: Applied[float | Tensor] = Applied()  # of the last measured step
         self._start_step()
 

@@ -224,6 +224,7 @@ class TorchLoop:
         self._moments.on_gradient(index, gradient)
 
     def _backward_ended(self) -> None:
+        self.take_left_gradients()
         self._forget()
         if self._open:
             absent = set(range(len(self._parameters))) - self._came if len(self._came) < len(self._parameters) else ()

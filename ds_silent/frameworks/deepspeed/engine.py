@@ -373,14 +373,14 @@ class DeepSpeedFramework(Framework):
             if moments.on_gradient(index, gradient):
                 self.script_hooks.leave_rest()
 
-    def _take_left(self, moments: Moments) -> None:
+    def _take_left(self, moments: Moments, ended: bool = False) -> None:
         if left := self.script_hooks.take_left():
             moments.on_gradients_left(left, self.is_boundary())
+        if ended and self.reads_together and self.is_boundary():
+            moments.on_accumulated()
 
     def _backward_ended(self, moments: Moments, *_: Any, **__: Any) -> None:
-        moments.guard.local(self._take_left, moments)
-        if self.reads_together and self.is_boundary():
-            moments.on_accumulated()
+        moments.guard.local(self._take_left, moments, ended=True)
         moments.post_backward()
 
     def close(self, ended: bool) -> None:
