@@ -207,7 +207,7 @@ class DDPFramework(TorchFramework):
     def connect(self, moments: Moments) -> None:
         # of the module inside, whose hooks ddp.forward(x) runs, too
         self.patches.hook(self.module.register_forward_pre_hook, partial(self._refuse_join, moments.guard))
-        super().connect(replace(moments, on_gradient=partial(self._gradient, moments)))
+        super().connect(replace(moments, on_gradient=partial(moments.guard.local, self._gradient, moments)))
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             self.patches.wrap(self._ddp, name, self._hook_registered)
         if hasattr(self._ddp, "reducer"):  # none where all reductions are delayed
@@ -228,7 +228,8 @@ class DDPFramework(TorchFramework):
             if task != self._graph_task:
                 self._graph_task = task
                 if self.is_boundary():
-                    Variable._execution_engine.queue_callback(partial(self._accumulates, moments))
+                    ended = partial(moments.guard.local, self._accumulates, moments)
+                    Variable._execution_engine.queue_callback(ended)
                 self.script_hooks.leave_rest()
 
     def _accumulates(self, moments: Moments) -> None:

@@ -168,9 +168,10 @@ class FSDP2Framework(TorchFramework):
 
     def connect(self, moments: Moments) -> None:
         """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""
-        super().connect(replace(moments, on_gradient=partial(self._gradient, moments)))
+        local = moments.guard.local
+        super().connect(replace(moments, on_gradient=partial(local, self._gradient, moments)))
         for group in groups_of(self._modules):
-            self.patches.around(group, "post_backward", partial(self._group_accumulated, moments))
+            self.patches.around(group, "post_backward", partial(local, self._group_accumulated, moments))
 
     def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
         if moments.on_gradient(index, gradient):

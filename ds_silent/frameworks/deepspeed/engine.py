@@ -338,7 +338,7 @@ class DeepSpeedFramework(Framework):
 
     def connect(self, moments: Moments) -> None:
         engine, patches, local = self._engine, self.patches, moments.guard.local
-        gradient = patches.in_backward(partial(self._gradient, moments))
+        gradient = patches.in_backward(partial(local, self._gradient, moments))
         scaled = patches.in_backward(moments.on_loss_scaled)
         for index, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             self.script_hooks.register(patches, name, parameter, partial(gradient, index))
@@ -360,7 +360,8 @@ class DeepSpeedFramework(Framework):
             self._ordered.look = moments.post_backward
         else:
             self._reduce = getattr(engine, "allreduce_gradients", None)
-            self._around("allreduce_gradients", partial(self._backward_ended, moments))
+            self._around("allreduce_gradients", moments.post_backward)
+            self._around("allreduce_gradients", partial(local, self._read_left, moments))  # comes first
             LeftGradients(engine, patches, moments.guard, moments.on_gradient_dropped)
         # called once per optimizer step, after the reduction (0.12 to 0.19)
         self._around("_take_model_step", moments.pre_update, moments.post_step)
@@ -373,15 +374,14 @@ class DeepSpeedFramework(Framework):
             if moments.on_gradient(index, gradient):
                 self.script_hooks.leave_rest()
 
-    def _take_left(self, moments: Moments, ended: bool = False) -> None:
+    def _take_left(self, moments: Moments) -> None:
         if left := self.script_hooks.take_left():
             moments.on_gradients_left(left, self.is_boundary())
-        if ended and self.reads_together and self.is_boundary():
-            moments.on_accumulated()
 
-    def _backward_ended(self, moments: Moments, *_: Any, **__: Any) -> None:
-        moments.guard.local(self._take_left, moments, ended=True)
-        moments.post_backward()
+    def _read_left(self, moments: Moments, *_: Any, **__: Any) -> None:
+        self._take_left(moments)
+        if self.reads_together and self.is_boundary():
+            moments.on_accumulated()
 
     def close(self, ended: bool) -> None:
         """Remove every hook; an ordered reduction goes on when the observer broke: the arithmetic must not change."""
