@@ -95,11 +95,8 @@ class UpdateRule(Rule):
         self._wrong: dict[int, Wrong] = {}  # by id of the tensor
         self._whole = True  # all tensors are looked at
         self._step, self._position, self._cycle, self._first = 0, 0, 0, 0
-        self._judged, self._newest, self._due = (
-            0,
-            0,
-            False,
-        )  # steps, and the last of them; the one under way is looked at
+        self._judged = self._newest = 0  # steps so far, and the last of them
+        self._due = False  # the step under way is looked at
         self._begun: set[int] = set()  # ids of the optimizers that have been looked at
         self._late: dict[str, Breach] = {}  # by kind of the optimizer, whose count has begun too late
         self._lost = LostUpdates()
