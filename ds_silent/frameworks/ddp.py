@@ -233,7 +233,7 @@ class DDPFramework(TorchFramework):
                 self.script_hooks.leave_rest()
 
     def _accumulates(self, moments: Moments) -> None:
-        self.loop.take_left_gradients()
+        self.script_hooks.take_left()
         moments.on_accumulated()
 
     def _hook_registered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -178,7 +178,7 @@ class FSDP2Framework(TorchFramework):
             self.script_hooks.leave_rest()
 
     def _group_accumulated(self, moments: Moments, *_: Any) -> None:
-        self.loop.take_left_gradients(goes_on=True)
+        self.script_hooks.take_left(goes_on=True)
         moments.on_accumulated()
 
     def accumulated(self, index: int) -> Tensor | None:

@@ -25,7 +25,7 @@ first optimizer is about to step, and ends when all have stepped or the next tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,7 @@ class TorchLoop:
     ) -> None:
         """Register every hook; ``stored``: the parameters that hold the gradients."""
         self._moments, self._script_hooks, patches = moments, script_hooks, self._patches
+        script_hooks.on_left = self._gradients_left
         forward, forwarded = map(outside_transforms, (self._forward, self._forwarded))
         patches.hook(self._module.register_forward_pre_hook, forward, with_kwargs=True)
         patches.hook(self._module.register_forward_hook, forwarded, always_call=True)
@@ -163,12 +164,12 @@ class TorchLoop:
             if not self._anothers:
                 self._moments.pre_backward(tensors)
         self._depth += 1
-        self.take_left_gradients()  # a backward within another reads its own
+        self._script_hooks.take_left()  # a backward within another reads its own
         try:
             return original(tensors, *args, **kwargs)
         finally:
             self._depth -= 1
-            self.take_left_gradients()
+            self._script_hooks.take_left()
             if self._depth == 0:
                 self._pending = self._open and self._past
                 self._backward_since = self._backward_since or self._open
@@ -197,18 +198,12 @@ class TorchLoop:
         newest = self if TorchLoop._called_last is None else TorchLoop._called_last()
         return not (self._called or newest is None or newest is self or newest._ids.isdisjoint(self._ids))
 
-    def take_left_gradients(self, goes_on: bool = False) -> None:
-        """Tell which gradients have come of those that are read together, and look at the next one by itself."""
-        if left := self._script_hooks.take_left(goes_on):
-            self._came.update(left)
-            self._moments.on_gradients_left(left, self._boundary)
+    def _gradients_left(self, left: Collection[int]) -> None:
+        self._came.update(left)
+        self._moments.on_gradients_left(left, self._boundary)
 
     def _gradient(self, index: int, gradient: Tensor) -> None:
-        if self._script_hooks.left is not None:
-            if self._script_hooks.notes(index):
-                return
-            self.take_left_gradients()
-        if self._anothers:
+        if self._script_hooks.notes(index) or self._anothers:
             return
         self._came.add(index)
         if self._open and not self._moments.is_measured():
@@ -224,7 +219,7 @@ class TorchLoop:
         self._moments.on_gradient(index, gradient)
 
     def _backward_ended(self) -> None:
-        self.take_left_gradients()
+        self._script_hooks.take_left()
         self._forget()
         if self._open:
             absent = set(range(len(self._parameters))) - self._came if len(self._came) < len(self._parameters) else ()

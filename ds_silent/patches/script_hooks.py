@@ -27,7 +27,10 @@ class ScriptHooks:
             :class:`ds_silent.exchange.observation.Local`.
         adds_up: micro-batches add up where a gradient is read.
         left: numbers of the parameters whose gradients were noted; None where none are.
+        on_left: takes these numbers, when :meth:`take_left` gives them away.
     """
+
+    on_left: Callable[[Collection[int]], object]
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -71,7 +74,7 @@ class ScriptHooks:
         return next(reversed(parameter._backward_hooks)) != watched.own or bool(parameter._post_accumulate_grad_hooks)
 
     def leave_rest(self) -> None:
-        """Let :meth:`notes` take the gradients of the backward under way, if none is changed behind its hook."""
+        """Let :meth:`notes` note the gradients of the backward under way, if none is changed behind its hook."""
         if self._none_behind is None:
             self._none_behind = not any(map(self.is_behind, range(len(self._watched))))
         if self._none_behind:
@@ -80,19 +83,24 @@ class ScriptHooks:
     def notes(self, index: int) -> bool:
         """Note that a gradient has come, where that is all, and it is read when all have; return whether it is.
 
-        It is not where a gradient comes twice in a backward, or finds what no backward of this step has left.
+        It is not where a gradient comes twice in a backward, or finds what no backward of this step has left: then
+        those that were noted before are given away first.
         """
         left, adds = self.left, self.adds_up and index in self._came
-        if left is None or index in left or not (adds or self._watched[index].parameter.grad is None):
+        if left is None:
+            return False
+        if index in left or not (adds or self._watched[index].parameter.grad is None):
+            self.take_left()
             return False
         left[index] = None
         return True
 
-    def take_left(self, goes_on: bool = False) -> Collection[int]:
-        """Return the numbers of the parameters whose gradients were noted; ``goes_on``: notes more of them, if any."""
+    def take_left(self, goes_on: bool = False) -> None:
+        """Give away which gradients were noted, and note no more of this backward, unless it ``goes_on``."""
         left, self.left = self.left, {} if goes_on and self.left is not None else None
-        self._came.update(left or ())
-        return left or ()
+        if left:
+            self._came.update(left)
+            self.on_left(left)
 
     def observed(self) -> dict[str, Any]:
         """Return the step's numbers by their names in :class:`ds_silent.exchange.observation.Local`."""

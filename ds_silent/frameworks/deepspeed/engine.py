@@ -340,6 +340,7 @@ class DeepSpeedFramework(Framework):
         engine, patches, local = self._engine, self.patches, moments.guard.local
         gradient = patches.in_backward(partial(local, self._gradient, moments))
         scaled = patches.in_backward(moments.on_loss_scaled)
+        self.script_hooks.on_left = lambda left: moments.on_gradients_left(left, self.is_boundary())
         for index, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             self.script_hooks.register(patches, name, parameter, partial(gradient, index))
         called = engine.module if self._pipeline else engine  # a pipeline's engine is not called
@@ -369,17 +370,11 @@ class DeepSpeedFramework(Framework):
         self._around("destroy", moments.close)
 
     def _gradient(self, moments: Moments, index: int, gradient: Tensor) -> None:
-        if self.script_hooks.left is None or not self.script_hooks.notes(index):
-            self._take_left(moments)
-            if moments.on_gradient(index, gradient):
-                self.script_hooks.leave_rest()
-
-    def _take_left(self, moments: Moments) -> None:
-        if left := self.script_hooks.take_left():
-            moments.on_gradients_left(left, self.is_boundary())
+        if not self.script_hooks.notes(index) and moments.on_gradient(index, gradient):
+            self.script_hooks.leave_rest()
 
     def _read_left(self, moments: Moments, *_: Any, **__: Any) -> None:
-        self._take_left(moments)
+        self.script_hooks.take_left()
         if self.reads_together and self.is_boundary():
             moments.on_accumulated()
 
