@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,36 @@ def test_trls_own_sft_script(tmp_path: Path) -> None:
     records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(4 < record["loss"]["mean"] < 5 for record in records)
+
+
+REWARDS = "def variety(completions, **_): return [len(set(one)) / 20 for one in completions]\n"
+
+
+@pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_trls_scripts_of_preferences(name: str, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"What is {i} plus {j}?", "chosen": f" It is {i + j}.", "rejected": f" It is {i * j + 1}."}
+        for i in range(8)
+        for j in range(8)
+    ]
+    if name == "grpo":
+        rows = [{"prompt": row["prompt"]} for row in rows]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = [f"trl.scripts.{name}", "--model_name_or_path", str(EMBEDDED), "--dataset_name", "data"]
+    if name == "grpo":
+        (tmp_path / "own.py").write_text(REWARDS)
+        script += ["--reward_funcs", "own.variety", "--num_generations", "4", "--max_completion_length", "8"]
+    records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    objective = records[0]["objective"]
+    if name == "dpo":  # one comparison per row: 2 ranks x 2 micro-batches x 4 rows
+        assert objective["labels"] == 16
+        assert objective["weight_sum"] == pytest.approx(1.0, rel=1e-6)
+        assert objective["weight_min"] == objective["weight_max"] == pytest.approx(1 / 16, rel=1e-6)
+        assert records[0]["loss"]["mean"] == pytest.approx(math.log(2.0), rel=1e-4)
+    else:
+        assert not objective["known"]
+        assert all(record["direction"]["mean_cosine"] < 0.99 for record in records)
