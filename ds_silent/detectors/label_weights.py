@@ -36,6 +36,7 @@ from ds_silent.measure.evidence import Evidence, LabelWeights
 from ds_silent.records import Event, EventKind, StepRecord
 
 STEPS, LONG = 3, 8  # in a row
+_SEVERAL_LOSSES = "Several losses of one batch, each with a backward of its own, add up so, too. "
 NEAR = 0.02  # relative: bf16 rounds the gradient of a loss to 2^-8
 KIND: EventKind = "objective-mismatch"
 
@@ -152,8 +153,8 @@ class LabelWeightsTest(Detector):
         if self._steps < STEPS or self._noted:
             return
         self._noted = True
-        same = "Several losses of one batch, each with a backward of its own, add up so, too. "
-        remedy = f"Do nothing if that is meant. {same if multiple.micro_batches > 0 else ''}{_remedy(total)}"
+        same = _SEVERAL_LOSSES if multiple.micro_batches > 0 else ""
+        remedy = f"Do nothing if that is meant. {same}{_remedy(total)}"
         message = _sentence(total, multiple, count, record.world_size)
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total)
         self.notes = (*self.notes, event)
@@ -179,20 +180,29 @@ def _is_short(weights: LabelWeights) -> bool:
 
 
 def _always_short(record: StepRecord, weights: LabelWeights) -> Finding | None:
-    """Tell steps that never have as many micro-batches as the wrapper of their backward divides by."""
+    """Tell steps that never have as many micro-batches as the wrapper of their backward divides by.
+
+    If they have more, that may be meant: the losses of a discriminator on real and on made-up rows, for example.
+    """
     promise, count, total = weights.promise, max(weights.backwards), float(weights.totals.mean())
     if promise is None or not _is_mean(weights) or not _near(total * promise.micro_batches, float(count)):
         return None
-    come = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     message = (
         f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: each step has "
-        f"{come}, and {promise.by} divides by {promise.micro_batches}."
+        f"{_micro_batches(count)}, and {promise.by} divides by {promise.micro_batches}."
     )
     remedy = (
-        f"Let {promise.micro_batches} micro-batches make a step (under accelerate each within "
+        f"Let {_micro_batches(promise.micro_batches)} make a step (under accelerate each within "
         f"accelerator.accumulate(model)), or configure {count}."
     )
-    return _finding("sum", message, remedy, total, record.step - LONG + 1)
+    more = count > promise.micro_batches
+    remedy = f"Do nothing if that is meant. {_SEVERAL_LOSSES}Else: {remedy}" if more else remedy
+    finding = _finding("sum", message, remedy, total, record.step - LONG + 1)
+    return replace(finding, severity="info") if more else finding
+
+
+def _micro_batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _is_short_of_its_divisor(weights: LabelWeights, total: float, count: int) -> bool:

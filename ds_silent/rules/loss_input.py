@@ -5,10 +5,10 @@ softmax or sigmoid has made some already, no class of C can come above e / (e + 
 every rank alike: a warning. ``nll_loss`` and ``kl_div`` want logarithms: a note, as minus a probability is a loss, too.
 All are read from autograd's graph, where the two operations are neighbours. So is a view in place of a transposition,
 by which the classes of (B, T, C) are to come second: a warning. So are ``log_softmax`` over the rows before
-``nll_loss``, and (B, 1) against (B) in ``mse_loss`` and its like, which compare each row with every row: a note where
-the script subtracts and squares them itself. A softmax of a softmax in another term of a loss is a
-note: a router's balance, for example, of probabilities in place of logits. Silent: anything between them that
-computes (a temperature, a logarithm), other losses, and graphs that are compiled.
+``nll_loss``, ``cross_entropy`` over one class, where it is the whole loss, and (B, 1) against (B) in ``mse_loss`` and
+its like, which compare each row with every row: a note where the script subtracts and squares them itself. A softmax of
+a softmax in another term of a loss is a note: a router's balance, for example, of probabilities in place of logits.
+Silent: anything between them that computes (a temperature, a logarithm), other losses, and graphs that are compiled.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
     """Yield each loss in a root whose input is of the wrong kind: its name, what has made the input, what it wants."""
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn]
+    alone = True  # the root has one term
     while waiting and len(seen) < _NODES:
         node = waiting.pop(0)
         if node is None or node in seen:
@@ -91,6 +92,8 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
                 yield loss, "log_softmax", "rows"
             elif operation == "LogSoftmax" and _mixes_classes(_first(node)):
                 yield loss, "view", "classes"
+            elif operation == "LogSoftmax" and alone and _has_one_class(node):
+                yield loss, "single output", "several classes"
         elif operation in _OF_PAIRS and _broadcasts(node):
             yield _OF_PAIRS[operation], "broadcast", "pairs" if operation == "Sub" else "one shape"
         elif operation == "Softmax" and _operation(_behind_views(_first(node))) == "Softmax":
@@ -98,7 +101,8 @@ def misfits(root: Tensor) -> Iterator[tuple[str, str, str]]:
         elif operation == "Sub" and _subtracts_product_with_softmax(node):  # torch's kl_div: xlogy(t, t) - t * input
             yield "kl_div", "softmax", "log-probabilities"
         if operation in _NLL or _VIEWS.fullmatch(operation) or _COMPUTES.fullmatch(operation):
-            waiting += [inner for inner, _ in node.next_functions]
+            inputs = [inner for inner, _ in node.next_functions if inner is not None]
+            waiting, alone = [*waiting, *inputs], alone and len(inputs) == 1
 
 
 def _operation(node: Any) -> str:
@@ -138,6 +142,11 @@ def _over_rows(log_softmax: Any) -> bool:
     return len(shape) == 2 and dimension in (0, 2**64 - 2)  # which stands for -2
 
 
+def _has_one_class(log_softmax: Any) -> bool:
+    dimension, shape = getattr(log_softmax, "_saved_dim", None), _shape_of(log_softmax)
+    return len(shape) > 1 and shape[0] > 1 and dimension in (1, 2**64 - len(shape) + 1) and shape[1] == 1
+
+
 def _broadcasts(node: Any) -> bool:
     """Tell whether (B, 1) and (B) have become (B, B), of which one needs no gradient."""
     inputs = [inner for inner, _ in node.next_functions if inner is not None]
@@ -162,6 +171,9 @@ def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
             "the numbers of one place lie in the rows of several classes."
         )
         remedy = "Exchange the dimensions by transpose(1, 2) or permute, and not by view or reshape."
+    elif wants == "several classes":
+        message = f"{loss} is given one class: it is 0 whatever the model says, and so is its gradient."
+        remedy = f"Give {loss} one output per class; of one output take mse_loss, or binary_cross_entropy_with_logits."
     elif wants == "rows":
         message = f"{loss} is given a log_softmax over the rows of the batch (dim=0), and not over the classes."
         remedy = "Take log_softmax over the dimension of the classes, dim=1, or use cross_entropy."

@@ -12,7 +12,7 @@ import pytest
 
 from ds_silent.capture.loss_graph import EACH, MEAN, SUM, Constants
 from ds_silent.capture.untrained import Unlike
-from ds_silent.detectors.label_weights import STEPS, LabelWeightsTest, Multiple, multiple_of
+from ds_silent.detectors.label_weights import LONG, STEPS, LabelWeightsTest, Multiple, multiple_of
 from ds_silent.framework import Promise
 from ds_silent.measure.evidence import Evidence, HandedOn, LabelWeights, ReductionEvidence
 from ds_silent.records import Event
@@ -289,6 +289,24 @@ def test_a_short_window_ends_nothing() -> None:
     assert event.step == 1
     [_, end] = told(wrong, short, *[weights(promise=ENGINE)] * 4)
     assert (end.phase, end.step) == ("ended", 3)
+
+
+def test_steps_that_never_have_as_many_micro_batches_as_are_divided_by() -> None:
+    fewer = weights(0.5, wrapper=0.25, backwards=frozenset({2}), promise=ENGINE)
+    [event] = told(*[fewer] * LONG)
+    assert (event.severity, event.step) == ("warning", LONG)
+    assert "each step has 2 micro-batches, and engine.backward divides by 4" in event.message
+    assert event.remedy.startswith("Let 4 micro-batches make a step")
+
+
+def test_more_backwards_than_a_wrapper_divides_by_may_be_several_losses() -> None:
+    """As of a discriminator, on real and on made-up rows (DeepSpeedExamples' GAN)."""
+    more = weights(2.0, wrapper=1.0, backwards=frozenset({2}), promise=Promise("engine.backward", 1))
+    [event] = told(*[more] * LONG)
+    assert (event.severity, event.step) == ("info", LONG)
+    assert "each step has 2 micro-batches, and engine.backward divides by 1" in event.message
+    assert event.remedy.startswith("Do nothing if that is meant. Several losses of one batch")
+    assert "Let 1 micro-batch make a step" in event.remedy
 
 
 def test_a_note_survives_a_checkpoint() -> None:

@@ -83,6 +83,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "one minus the probability": lambda x, y: (1 - functional.one_hot(y, CLASSES) * x.softmax(-1)).sum(-1).mean(),
     "log_softmax over the rows": lambda x, y: functional.nll_loss(x.log_softmax(0), y),
+    "one class": lambda x, y: functional.cross_entropy(x[:, :1], y.float()[:, None]),
+    "one class by number": lambda x, y: functional.cross_entropy(x[:, :1], 0 * y),
+    "one class in a term": lambda x, y: (
+        functional.cross_entropy(x, y) + 0.1 * functional.cross_entropy(x[:, :1], 0 * y)
+    ),
     "log_softmax over the classes": lambda x, y: functional.nll_loss(x.log_softmax(1), y),
     "targets of another shape": lambda x, y: functional.mse_loss(x[:, :1], y.float()),
     "targets of another shape, by hand": lambda x, y: ((x[:, 0] - y.float()[:, None]) ** 2).mean(),
@@ -226,6 +231,8 @@ TOLD = {
     "softmax before nll_loss": (1, "info", "nll_loss"),
     "softmax before kl_div": (1, "info", "kl_div"),
     "log_softmax over the rows": (1, "warning", "nll_loss"),
+    "one class": (1, "warning", "cross_entropy"),
+    "one class by number": (1, "warning", "cross_entropy"),
     "targets of another shape": (1, "warning", "mse_loss"),
     "targets of another shape, by hand": (1, "info", "the script's loss"),
     "view for a transposition": (1, "warning", "cross_entropy"),
@@ -241,6 +248,7 @@ MEANT = (
     "clipped before",
     "clipped of each group, one of them empty",
     "log_softmax over the classes",
+    "one class in a term",
     "targets of one shape",
     "infinity behind",
     "clipped before, after an accumulation",
