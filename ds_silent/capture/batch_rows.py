@@ -43,7 +43,7 @@ def id_capacity(config: SilentConsistencyConfig, rows_per_step: int, ranks: int 
     return max(own, several) if config.coverage else 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _MicroBatch:
     """Hold the rows of one micro-batch that has been forwarded."""
 
@@ -62,6 +62,57 @@ class _MicroBatch:
     def reached(self, gradient: Tensor) -> None:
         """Note a gradient. This is a hook of an output, which would put what it returns in the gradient's place."""
         self.trained = True
+
+
+class _Waiting:
+    """Hold the micro-batches that wait to be sent: this step's, and the newest of steps that were not measured."""
+
+    def __init__(self, capacity: int):
+        self.all: list[_MicroBatch] = []
+        self._capacity = capacity
+        self._start = self._behind = 0  # the step's first, and behind its last backward
+        self._rows_before = 0  # rows of the steps before it
+
+    @property
+    def of_step(self) -> list[_MicroBatch]:
+        """This step's."""
+        return self.all[self._start :]
+
+    @property
+    def through(self) -> list[_MicroBatch]:
+        """This step's whose backward has come."""
+        return self.all[self._start : self._behind]
+
+    @property
+    def all_through(self) -> bool:
+        """Whether none has come behind the newest backward."""
+        return len(self.all) == self._behind
+
+    def backward_ended(self) -> None:
+        """Note that a backward has come of all that are there."""
+        self._behind = len(self.all)
+
+    def replace(self, kept: list[_MicroBatch]) -> bool:
+        """Keep these alone of those that are through; return whether the next one begins what one of the others did."""
+        begins = any(one.begins for one in self.through if one not in kept)
+        self.all[self._start : self._behind] = kept
+        self._behind = self._start + len(kept)
+        if begins and self._start < len(self.all):
+            self.all[self._start].begins = True
+            return False
+        return begins
+
+    def take(self) -> list[_MicroBatch]:
+        """Give all away."""
+        taken, self.all, self._start, self._behind, self._rows_before = self.all, [], 0, 0, 0
+        return taken
+
+    def end_step(self) -> None:
+        """Begin a step; forget the oldest ones whose rows are too many."""
+        self._rows_before += sum(len(one.ids) for one in self.of_step)
+        while len(self.all) > 1 and self._rows_before - len(self.all[0].ids) > self._capacity:
+            self._rows_before -= len(self.all.pop(0).ids)
+        self._start = self._behind = len(self.all)
 
 
 @dataclass
@@ -108,7 +159,7 @@ class RowIds:
     ):
         self.sampling = sampling_of(ranks, capacity)  # which rows are sent
         self.enabled, self._capacity, self._micro_batch, self._local = enabled, capacity, micro_batch, local
-        self._sent_next: list[_MicroBatch] = []
+        self._waiting = _Waiting(capacity)
         self._under_way: _MicroBatch | None = None  # that of the forward under way
         self._given: list[Tensor] = []  # told by the script, whose forward is to come
         self._newest, self._repeated = NewestBatch(), 0  # forwards on it whose ids may come
@@ -123,8 +174,6 @@ class RowIds:
         self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
         self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
         self._sizes = _StepSizes()
-        self._start = self._behind = 0  # of what is sent next: the step's first, and behind its last backward
-        self._kept = 0  # rows of the steps before it
 
     def given(self, sample_ids: Tensor) -> None:
         """Take the ids of the next micro-batch, int64 (rows,), on any device."""
@@ -193,25 +242,16 @@ class RowIds:
 
         If the script throws the step's gradient away, all that are in it: they count where they are taken again (SAM).
         """
-        own, gone = self._sent_next[self._start : self._behind], self.is_left_out()
+        own, gone = self._waiting.through, self.is_left_out()
         kept = [one for one in own if not (gone or one.acted)]
-        if gone and len(self._sent_next) == self._behind:
+        if gone and self._waiting.all_through:
             self._newest = NewestBatch()
         if gone or (len(kept) < len(own) and any(one.trained for one in kept)):
-            self._replace(kept, any(one.begins for one in own if gone or one.acted))
-
-    def _replace(self, kept: list[_MicroBatch], begins: bool) -> None:
-        """Keep these alone of this step's whose backward has come; ``begins``: one of the others began a pass."""
-        self._sent_next[self._start : self._behind] = kept
-        self._behind = self._start + len(kept)
-        if begins and self._start < len(self._sent_next):
-            self._sent_next[self._start].begins = True
-        else:
-            self._begins |= begins
+            self._begins |= self._waiting.replace(kept)
 
     def _told_again(self) -> None:
         """Leave out ids that the script gives for a repeated batch, ahead of its forward or behind it."""
-        newest = self._under_way = self._sent_next[-1] if self._sent_next else None
+        newest = self._under_way = self._waiting.all[-1] if self._waiting.all else None
         if self._given and newest is not None and newest.told:
             del self._given[:1]
             return
@@ -221,7 +261,7 @@ class RowIds:
 
     def _add(self, ids: Tensor, told: bool) -> None:
         self._under_way = _MicroBatch(ids, told, self._begins)
-        self._sent_next.append(self._under_way)
+        self._waiting.all.append(self._under_way)
         self._begins = False
 
     def _warn(self, ids: int, rows: int) -> None:
@@ -235,7 +275,7 @@ class RowIds:
         A script may tell of a micro-batch when it is through.
         """
         self._leave_out()
-        hashed = [one for one in self._sent_next[self._start :] if not one.told]
+        hashed = [one for one in self._waiting.of_step if not one.told]
         for one, given in zip(hashed, self._given, strict=False):
             if len(given) in (len(one.ids), self._micro_batch):
                 one.ids, one.told = given, True
@@ -247,27 +287,27 @@ class RowIds:
 
     def backward_ended(self) -> None:
         """Note that what was forwarded until now is in the gradients, or never will be."""
-        self._behind, self._sizes.behind = len(self._sent_next), self._sizes.tokens
+        self._waiting.backward_ended()
+        self._sizes.behind = self._sizes.tokens
 
     def drop(self) -> None:
         """Forget the rows of this step whose backward has come: they were never to be of a step."""
         self._newest, self._sizes.inputs = NewestBatch(), []
-        if self._behind <= self._start:
-            return
-        self._replace([], any(one.begins for one in self._sent_next[self._start : self._behind]))
-        self._sizes.drop()
+        if self._waiting.through:
+            self._begins |= self._waiting.replace([])
+            self._sizes.drop()
 
     @property
     def waiting(self) -> bool:
         """Tell whether ids wait to be sent."""
-        return bool(self._sent_next)
+        return bool(self._waiting.all)
 
     def take(self, device: torch.device) -> Tensor | None:
         """Pack the ids of the rows since the last call, fp32 (sampling.numbers,) on ``device``; None when off."""
         if not self.enabled:
             return None
         self._settle()
-        taken, self._sent_next, self._start, self._behind, self._kept = self._sent_next, [], 0, 0, 0
+        taken = self._waiting.take()
         places = [0, *accumulate(len(one.ids) for one in taken)]
         lost = max(0, places[-1] - self._capacity)
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
@@ -285,7 +325,7 @@ class RowIds:
         if not self.enabled:
             return None
         self._settle()
-        own = self._sent_next[self._start :]
+        own = self._waiting.of_step
         together = [one.ids.to(own[-1].ids.device) for one in own if len(one.ids)]
         return hash_rows(together, all(one.told for one in own), device)
 
@@ -298,10 +338,7 @@ class RowIds:
         """Forget what belongs to one step only; ids of unmeasured steps wait for the next observation."""
         self._sizes = _StepSizes()
         self._settle()
-        self._kept += sum(len(one.ids) for one in self._sent_next[self._start :])
-        while len(self._sent_next) > 1 and self._kept - len(self._sent_next[0].ids) > self._capacity:
-            self._kept -= len(self._sent_next.pop(0).ids)
-        self._start = self._behind = len(self._sent_next)
+        self._waiting.end_step()
 
 
 def _warn_of(ids: int, rows: int) -> None:

@@ -177,9 +177,7 @@ class LocalGradient:
         is a fault of its own. What lies ``apart`` from the step's own gradient is simply not added to it."""
         if self._order is not None:
             self._order.enter()
-        flat = previous.detach().reshape(-1).float()
-        square = torch.dot(flat, flat)
-        self._leftover = square if self._leftover is None else self._leftover + square
+        self._leftover = _with_square(self._leftover, previous.detach().reshape(-1).float())
         if not apart:
             self.accumulator.add(index, previous, weight=-1.0, square=False, sketching=self.sketching)
 
@@ -218,9 +216,7 @@ class LocalGradient:
         if self._norms_add_up or not self.sketching:
             return
         now = self.accumulator.peek()
-        step = now if self._before is None else now - self._before
-        square = torch.dot(step, step)
-        self._micro_squared = square if self._micro_squared is None else self._micro_squared + square
+        self._micro_squared = _with_square(self._micro_squared, now if self._before is None else now - self._before)
         self._before = now
 
     def exchange(self, group: dist.ProcessGroup, guard: CollectiveGuard) -> Tensor:
@@ -230,15 +226,19 @@ class LocalGradient:
         """
         if self._order is not None:
             self._order.enter()
-        return self.whole.exchange(self._stored, group, guard)
-
-    def _stored(self) -> Iterable[Tensor | None]:
-        return (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
+        stored = (self._accumulated(index) if fires else None for index, fires in enumerate(self._fires))
+        return self.whole.exchange(stored, group, guard)
 
     def _add(self, index: int, gradient: Tensor, previous: Tensor | None, exact: bool, square: bool) -> None:
         self.accumulator.add(index, gradient, previous, square=square, sketching=self.sketching)
         if exact:
             self.whole.add(index, gradient, previous)
+
+
+def _with_square(total: Tensor | None, vector: Tensor) -> Tensor:
+    """Add the square of a vector's norm, 0-dim."""
+    square = torch.dot(vector, vector)
+    return square if total is None else total + square
 
 
 def _refuse_sparse(index: int) -> NoReturn:
@@ -267,10 +267,8 @@ class WholeGradient:
                 begin = self._offsets[index]
                 self._copy[begin : begin + term.numel()].add_(term.detach().reshape(-1))
 
-    def exchange(
-        self, stored: Callable[[], Iterable[Tensor | None]], group: dist.ProcessGroup, guard: CollectiveGuard
-    ) -> Tensor:
-        """Compute the inner products; see :meth:`LocalGradient.exchange`. ``stored``: gives each parameter's gradient.
+    def exchange(self, stored: Iterable[Tensor | None], group: dist.ProcessGroup, guard: CollectiveGuard) -> Tensor:
+        """Compute the inner products; see :meth:`LocalGradient.exchange`. ``stored``: each parameter's gradient.
 
         A collective.
         """
@@ -288,13 +286,13 @@ class WholeGradient:
         """Give the copy back."""
         self._copy = None
 
-    def _parts(self, stored: Callable[[], Iterable[Tensor | None]]) -> list[tuple[int, Tensor]]:
+    def _parts(self, stored: Iterable[Tensor | None]) -> list[tuple[int, Tensor]]:
         """Return it as (global offset, flat tensor)."""
         if self.copied:
             return [] if self._copy is None else [(0, self._copy)]
         return [
             (offset, gradient.detach().reshape(-1))
-            for offset, gradient in zip(self._offsets, stored(), strict=True)
+            for offset, gradient in zip(self._offsets, stored, strict=True)
             if gradient is not None
         ]
 

@@ -221,8 +221,6 @@ class DeepSpeedFramework(Framework):
         # an ordered reduction has the whole local gradient in one place when the boundary's backward has ended
         self.hook_sees_full_gradient = self._ordered is None and not self._pipeline
         self.reads_together = self.hook_sees_full_gradient and reduces_what_accumulates(engine)
-        self._reduce: Callable[..., Any] | None = None
-        self._again: Callable[[], Any] | None = None  # the step's reduction, to be called again
         checks = config.integrity.aggregation and config.direction.method != "off"
         clips = self.clip > 0.0 and self._shape.is_part  # by a norm of several groups: what is applied is not observed
         self._places = applied_places(engine, self.parameters, self._share) if checks and not clips else None
@@ -311,9 +309,7 @@ class DeepSpeedFramework(Framework):
     def keep_for_again(self, *args: Any, **kwargs: Any) -> None:
         """Keep it in stages 0 and 1. An ordered reduction keeps its local sums by itself."""
         assert self._kept is not None
-        assert self._reduce is not None
-        self._kept.keep()
-        self._again = partial(self._reduce, *args, **kwargs)
+        self._kept.keep(*args, **kwargs)
 
     def reduce_again(self) -> int:
         """Repeat the step's reduction from the local gradients that were kept. A collective.
@@ -325,14 +321,7 @@ class DeepSpeedFramework(Framework):
             self._ordered.reduce()
             return self._ordered.local_bytes
         assert self._kept is not None
-        assert self._again is not None
-        self._kept.put_back()
-        reduce = getattr(self._engine.optimizer, "reduce_gradients", None)
-        if reduce is None or self._kept.in_place:
-            self._again()
-        else:  # stages 1 and 2 have given their buckets back: what pipelines call makes them anew (0.16.9 to 0.19.8)
-            reduce(pipeline_parallel=True)
-        return self._kept.bytes
+        return self._kept.reduce_again()
 
     # -- connecting and disconnecting ----------------------------------------------------------------------------
 
@@ -360,7 +349,6 @@ class DeepSpeedFramework(Framework):
             self._ordered.connect()
             self._ordered.look = moments.post_backward
         else:
-            self._reduce = getattr(engine, "allreduce_gradients", None)
             self._around("allreduce_gradients", moments.post_backward)
             self._around("allreduce_gradients", partial(local, self._read_left, moments))  # comes first
             LeftGradients(engine, patches, moments.guard, moments.on_gradient_dropped)

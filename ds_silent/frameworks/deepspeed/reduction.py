@@ -235,12 +235,15 @@ class KeptGradients:
     def __init__(self, engine: Any, parameters: list[Tensor]):
         self._engine, self._parameters = engine, parameters
         self._held = accumulated_gradients(engine, parameters)
-        self.in_place = whole_on_every_rank(engine)  # the reduction writes where the gradients accumulate
+        self._in_place = whole_on_every_rank(engine)  # the reduction writes where the gradients accumulate
         self._copies: list[Tensor | None] = [None] * len(parameters)
         self._present = [False] * len(parameters)
+        self._reduce = engine.allreduce_gradients  # as it is before the observer follows it
+        self._again: Callable[[], object] | None = None
 
-    def keep(self) -> None:
-        """Copy the gradients, at the boundary, before the reduction."""
+    def keep(self, *args: Any, **kwargs: Any) -> None:
+        """Copy the gradients, at the boundary, before the reduction, which is called with these arguments."""
+        self._again = partial(self._reduce, *args, **kwargs)
         for index in range(len(self._parameters)):
             gradient = self._held(index)
             self._present[index] = gradient is not None
@@ -252,18 +255,24 @@ class KeptGradients:
             else:
                 copy.copy_(gradient.detach())
 
-    @property
-    def bytes(self) -> int:
-        """Count those of the gradients that were kept."""
+    def reduce_again(self) -> int:
+        """Reduce the gradients that were kept; return how many bytes they have. A collective."""
+        assert self._again is not None
+        self._put_back()
+        reduce = getattr(self._engine.optimizer, "reduce_gradients", None)
+        if reduce is None or self._in_place:
+            self._again()
+        else:  # stages 1 and 2 have given their buckets back: what pipelines call makes them anew (0.16.9 to 0.19.8)
+            reduce(pipeline_parallel=True)
         return sum(
             copy.numel() * copy.element_size()
             for copy, present in zip(self._copies, self._present, strict=True)
             if present and copy is not None
         )
 
-    def put_back(self) -> None:
+    def _put_back(self) -> None:
         """Leave everything as it was before the reduction, which may then be called again."""
-        if self.in_place:
+        if self._in_place:
             self._put_back_in_place()
         else:
             self._put_back_freed()
