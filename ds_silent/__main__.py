@@ -134,17 +134,12 @@ def _follow_spawned(patches: Patches, file: str | None, called: str, module: Mod
 
 def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
     """Say it: silence would look like health."""
-    from ds_silent.observing.observe import anything_observed
+    from ds_silent.observing.observe import NOTHING_CAME_BY, anything_observed
     from ds_silent.observing.start import alone
 
     if is_first() and not anything_observed():
-        none = (
-            'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no '
-            "DistributedDataParallel, fully_shard or Megatron-core model with an optimizer came by; add the block to "
-            "the ds_config, or call ds_silent.attach in the script"
-        )
-        if alone():
-            none = "it ran as one process, which has nothing to be compared with: start several"
+        one = "it ran as one process, which has nothing to be compared with: start several"
+        none = one if alone() else NOTHING_CAME_BY
         why = "; ".join(unobserved()) or none
         print(f"ds_silent: nothing was observed: {why}", file=sys.stderr)
 

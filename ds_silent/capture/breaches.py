@@ -160,6 +160,7 @@ def _unlike(breach: Breach, ranks: list[set[int]], world_size: int) -> Unlike | 
     blamed = outvoted(parts) if everybody else ()
     one, shown = _one(breach, blamed, world_size), "; ".join([*map(ranks_of, parts), *(() if everybody else ("…",))])
     severity = breach.severity if blamed else "info"
+    shown = f"each has its own ({shown})" if everybody and len(parts) == world_size else shown
     return replace(one, key=KEY + breach.unlike, message=f"{breach.message}: {shown}.", severity=severity)
 
 

@@ -83,7 +83,7 @@ class LocalGradient:
         self._leftover: Tensor | None = None  # squared norm, 0-dim
         self._micro_squared: Tensor | None = None  # sum over micro-batches of squared norms, where norms do not add up
         self._before: Tensor | None = None  # sketch of the micro-batches that have ended
-        self._zeros: tuple[float, float] | tuple[Tensor, ...] | None = None  # see Accumulator.zeros
+        self._zeros: tuple[float, float] | tuple[Tensor, Tensor] | None = None  # see Accumulator.zeros
 
     def drop(self) -> None:
         """Forget what has come of the step under way: it was never to be one."""
@@ -95,12 +95,12 @@ class LocalGradient:
     def take(self) -> tuple[Tensor, Tensor]:
         """Take what :attr:`accumulator` holds; of a step that takes twice it is not known which gradients are zero."""
         known = self._norms_add_up and self._zeros is None
-        self._zeros = self.accumulator.zeros().unbind() if known else _UNKNOWN
+        self._zeros = self.accumulator.zeros(self._missed()) if known else _UNKNOWN
         return self.accumulator.take()
 
     def observed(self, squared: Tensor, gram: Tensor | None) -> Local[float | Tensor]:
         """Return the numbers of an observation; ``squared``: norm that was accumulated, ``gram``: if exchanged."""
-        missed = [index for index, fires in enumerate(self._fires) if not fires]
+        missed = self._missed()
         seen = all(captured or not fires for captured, fires in zip(self._captured, self._fires, strict=True))
         zeros = self._zeros if seen and self._once and self._zeros is not None else _UNKNOWN
         return Local(
@@ -115,6 +115,9 @@ class LocalGradient:
             zeros=zeros[0],
             zero_places=zeros[1],
         )
+
+    def _missed(self) -> list[int]:
+        return [index for index, fires in enumerate(self._fires) if not fires]
 
     def observe(self, index: int, gradient: Tensor, boundary: bool, exact: bool, together: bool = False) -> bool:
         """Observe one micro-batch's gradient of parameter ``index``, before it is accumulated.

@@ -266,7 +266,7 @@ def same_draws(step: int, ranks: int, words: Words) -> Event:
     """Make the note that all ranks use the same masks."""
     message = (
         f"The first forward drew the same random numbers on {everybody(ranks)}: dropout and other noise use "
-        "the same masks on different rows, so that they average less than they could."
+        "the same masks on each rank's rows, so that they average less than they could."
     )
     remedy = (
         "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "

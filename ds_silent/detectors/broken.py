@@ -41,18 +41,22 @@ class BrokenNumbers(Detector):
 
     def __init__(self) -> None:
         self._no_loss: list[int] = []  # ranks whose loss and gradient are 0, though they have labels
-        self._in_row = 0  # steps with these ranks; a resume forgets it
+        self._in_row = self._began = 0  # steps with these ranks, and the first; a resume forgets it
         self._trained = False  # some rank has had a gradient
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         losses, zero = record.loss.per_rank or (), sorted(_zero(record, evidence))
         no_loss = [rank for rank in zero if losses[rank : rank + 1] == (0.0,) and not _unlabelled((rank,), evidence)]
         self._in_row = self._in_row + 1 if no_loss == self._no_loss else 1
+        self._began = self._began if self._in_row > 1 else record.step
         self._no_loss = no_loss
         self._trained |= len(zero) < record.world_size
         fault = self._in_row >= _ALONE and (len(no_loss) < record.world_size or not self._trained)
         kept = () if fault else tuple(no_loss)
-        return non_finite(record, evidence) + zero_gradient(record, evidence, kept)
+        found = zero_gradient(record, evidence, kept)
+        if fault and no_loss == zero:
+            found = [replace(one, since=self._began) for one in found]
+        return non_finite(record, evidence) + found
 
 
 class StaleParameters(Detector):
@@ -182,7 +186,7 @@ def non_finite(record: StepRecord, extras: Evidence) -> list[Finding]:
         message += f" The gradient of {named(empty, record.world_size)} is exactly zero{_unlabelled(empty, extras)}."
         remedy = f"{_LABELS} {remedy}"
     message += f" {known}"
-    return [Finding("non-finite", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
+    return [Finding("broken-numbers", "non-finite", "error", ranks, where, None, None, message, remedy, record.step)]
 
 
 def _reached(record: StepRecord, extras: Evidence) -> tuple[str, str]:

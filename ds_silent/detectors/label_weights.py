@@ -224,6 +224,7 @@ def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
     """Tell whether somebody has promised that the sum is not this multiple."""
     times = abs(weights.constants.times)
     if weights.by_items:  # the Trainer multiplies by the ranks
+        times = _times(weights) if weights.reductions == {SUM} else times
         return weights.reductions <= {MEAN, SUM} and (_near(times, 1.0) or _near(times, float(ranks)))
     promise = _of_the_mean(weights)
     if promise is None or not _is_mean(weights) or not (_near(times, 1.0) or _is_undone(weights)):
@@ -279,10 +280,14 @@ def _off_by_a_label_each(weights: LabelWeights, total: float, evidence: Evidence
 
 def _is_by_items(weights: LabelWeights, ranks: int) -> bool:
     """Tell whether the loss is a sum over labels, divided by num_items_in_batch, and nothing more but by the ranks."""
-    constants = weights.constants
-    alone = constants.by_items and not constants.by_tensor and not constants.divisors
-    times = abs(constants.times)
+    alone = weights.constants.by_items and not weights.constants.by_tensor
+    times = _times(weights)
     return weights.reductions == {SUM} and alone and (_near(times, 1.0) or _near(times, float(ranks)))
+
+
+def _times(weights: LabelWeights) -> float:
+    """Return what the script's own numbers multiply a sum by that num_items_in_batch divides: with its divisors."""
+    return abs(weights.constants.times) / math.prod(weights.constants.divisors)
 
 
 def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:

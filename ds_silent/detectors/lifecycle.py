@@ -242,7 +242,7 @@ class Episodes:
                 if episode.kind == "outlier-rank":  # statistics tell that they are no longer sure, and not why
                     remedy = "Nothing to do if its cause was mended; else it may be there still, too small to be sure."
                 if key.startswith(KEY):
-                    remedy = "What was trained meanwhile stays so: see the remedy of its first event."
+                    remedy = "It is no more so. What it has done stays: see the remedy of its first event."
                 if left:
                     goes_on = min(left, key=lambda one: one.kind != "replica-drift")  # weights do not mend themselves
                     message += f" What it has left behind goes on: {goes_on.kind} of {goes_on.where}."

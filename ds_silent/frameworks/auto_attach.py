@@ -30,8 +30,9 @@ from ds_silent.extras import is_first
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
-from ds_silent.observing.observe import observer_of
+from ds_silent.observing.observe import NOTHING_CAME_BY, anything_observed, observer_of
 from ds_silent.observing.observer import Observer
+from ds_silent.observing.start import alone
 from ds_silent.patches import Patches
 from ds_silent.rules.loads import watch_loads
 
@@ -39,6 +40,7 @@ logger = logging.getLogger("ds_silent")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
+_NOTHING_AFTER = 20  # optimizer steps by which something wraps the model, if anything does
 _UNCALLED = (
     "a DistributedDataParallel was made, but it was never called in training, so it reduces no gradient: call ddp(x), "
     "not ddp.module(x)"
@@ -62,6 +64,7 @@ class AutoAttach:
         self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._steps_without = 0  # optimizer steps while a model is called that no optimizer holds, and none is observed
+        self._steps = 0  # optimizer steps
         self._loaders = LoaderMemory()
         self._wrappers: tuple[type, ...] = (DistributedDataParallel,)
         patches = self._patches
@@ -101,6 +104,9 @@ class AutoAttach:
         """Find models that are stepped and were not called: they are trained past their wrapper, or compiled."""
         if torch.compiler.is_compiling():
             return
+        self._steps += 1
+        if self._steps == _NOTHING_AFTER and is_first() and not (self._unobserved or anything_observed() or alone()):
+            logger.warning("ds_silent: nothing is observed after %d optimizer steps: %s", self._steps, NOTHING_CAME_BY)
         if self._unobserved and not self._observers:
             self._steps_without += 1
             if self._steps_without == _SAID_AFTER and is_first():

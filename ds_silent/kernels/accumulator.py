@@ -92,6 +92,7 @@ class Accumulator:
         self._numels = numels
         self._square_tensors = torch.zeros_like(self._square_groups)
         self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))]).view(-1, 2)
+        self._come_whole: set[int] = set()
         self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # these, of tensors that have come whole
 
     def add(
@@ -166,14 +167,20 @@ class Accumulator:
         self._squares.zero_()
         return sketches, squares
 
-    def zeros(self) -> Tensor:
-        """(2,): how many tensors have a norm of exactly zero, and the sum of their ``place_of``, since :meth:`take`.
+    def zeros(self, missed: Iterable[int] = ()) -> tuple[Tensor, Tensor]:
+        """How many tensors have a norm of exactly zero, and the sum of their ``place_of``, since :meth:`take`; 0-dim.
 
         Tensors that come in pieces are left out: of an embedding, a piece is zero in health.
+
+        Args:
+            missed: tensors that have not come, to be left out, too.
         """
         if self._order is not None:
             self._order.enter()
-        return torch.where(self._squares_by_tensor() == 0.0, self._whole, 0.0).sum(1)
+        count, places = torch.where(self._squares_by_tensor() == 0.0, self._whole, 0.0).sum(1).unbind()
+        if missed := [index for index in missed if index in self._come_whole]:
+            count, places = count - len(missed), places - sum(map(place_of, missed))
+        return count, places
 
     def _squares_by_tensor(self) -> Tensor:
         """Add up a tensor's slots, (n,): it may come whole in one step, and in pieces in the next."""
@@ -224,6 +231,7 @@ class Accumulator:
         return slots
 
     def _comes_whole(self, index: int) -> None:
+        self._come_whole.add(index)
         self._whole[:, index] = self._counted[index].to(self._whole.device)
 
     def _memory(self, dtype: torch.dtype, use: str) -> Tensor:

@@ -13,6 +13,7 @@ from ds_silent.rules.call_order import Clipping, EmptyStep, ScaledStep, StaleCas
 from ds_silent.rules.causal_probe import CausalProbe
 from ds_silent.rules.cleared import ClearedGradients
 from ds_silent.rules.first_look import FirstLook
+from ds_silent.rules.initial_weights import InitialWeights
 from ds_silent.rules.loads import LostState
 from ds_silent.rules.loss_input import LossInput
 from ds_silent.rules.no_gradient import NoGradient
@@ -39,6 +40,7 @@ def rules_of(framework: Framework, config: SilentConsistencyConfig) -> list[Rule
         RecomputedDraws,
         GatheredWeights,
         FirstLook,
+        InitialWeights,
         LostState,
         FrozenBeside,
     )

@@ -43,6 +43,7 @@ class Clipping(Rule):
         self._own = set(map(id, framework.parameters))
         self._stepped: dict[int, Any] = {}  # optimizers, since the last backward, by id
         self._reads = 0
+        self._local: tuple[float, float] | None = None  # norm and limit of one before the reduction, and no step since
         self._given: set[bool] = set()  # whether the clippings since the last step were given anything
         self._rows = {how: _InARow() for how in _CLIPPED}
         self._found: dict[str, Breach] = {}
@@ -64,9 +65,13 @@ class Clipping(Rule):
 
     def _backward(self, root: Any) -> None:
         self._stepped.clear()
+        if self._local is not None:
+            self._counts("local", *self._local)
+            self._local = None
 
     def _steps(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepped[id(optimizer)] = optimizer
+        self._local = None  # nothing was reduced in this step, which is a fault of its own
         if self._given:
             row = self._rows["nothing"]
             row.count(self._given == {False}, self._framework.step)
@@ -95,11 +100,16 @@ class Clipping(Rule):
         if how in self._found or self._reads == _READS or not math.isfinite(max_norm) or type(total_norm) is not Tensor:
             return  # a norm that lies in shards is a collective to read
         self._reads += 1
-        norm = float(total_norm)
+        if how == "local":
+            self._local = float(total_norm), max_norm
+        else:
+            self._counts(how, float(total_norm), max_norm)
+
+    def _counts(self, how: str, norm: float, max_norm: float) -> None:
         row = self._rows[how]
         if norm > max_norm:
             row.count(True, self._framework.step - (how == "behind"))
-        if row.times >= _TIMES:
+        if row.times >= _TIMES and how not in self._found:
             self._finds(how, row, f"a norm of {norm:.3g} to {max_norm:.3g}")
 
     def breaches(self) -> tuple[Breach, ...]:

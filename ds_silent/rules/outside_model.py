@@ -186,7 +186,7 @@ class _Frozen:
 
 def _unlike(one: _Frozen, since: int) -> Breach:
     """Return what is a fault where few ranks hold others than most; where each has its own that may be meant."""
-    message = f"{one.name} lies outside the observed model, nothing trains it, and its weights differ between ranks"
+    message = f"{one.name} lies outside the observed model, no optimizer steps it, and its weights differ between ranks"
     remedy = (
         "Seed or load it alike on every rank, before code that draws on one rank alone. Do nothing if each rank is "
         "meant to have its own."

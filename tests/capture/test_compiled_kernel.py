@@ -124,10 +124,12 @@ def test_which_tensors_are_zero() -> None:
             for each in (plain, ours):
                 each.add(index, values * (index not in zeros))
         for each, counted in ((ours, zeros), (plain, [index for index in zeros if index in small])):
-            assert each.zeros().tolist() == [len(counted), sum(map(place_of, counted))]
+            assert tuple(map(float, each.zeros())) == (len(counted), sum(map(place_of, counted)))
             each.take()
     ours.add(8, torch.zeros(5 * WIDTH))
     assert ours.zeros()[0] == len(NUMELS), "nothing came of any; the part does not count"
+    some = [one for one in range(len(NUMELS)) if one not in (0, 3)]
+    assert tuple(map(float, ours.zeros(some))) == (2, place_of(0) + place_of(3))
 
 
 def test_a_tensor_that_comes_in_pieces_after_it_came_whole_is_not_zero() -> None:

@@ -77,3 +77,18 @@ def test_an_optimizer_of_the_configuration_that_is_not_used_is_noted(asked: Any,
     assert [(one.severity, one.message.partition("configuration ")[2]) for one in told] == (
         [("info", sentence)] if sentence else []
     )
+
+
+def _train_without_a_layer(directory: str) -> None:
+    engine = build(Case(stage=1, dtype="bf16"), Path(directory))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(12):
+        engine.backward(engine(torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator), True))
+        engine.step()
+    engine.destroy()
+
+
+def test_parameters_that_no_rank_uses_are_zero_on_none_alone(tmp_path: Path) -> None:
+    """ZeRO gives them zeros in the share of the rank that updates them (HelloDeepSpeed's pooler)."""
+    run_distributed(_train_without_a_layer, 2, (str(tmp_path),), timeout=300)
+    assert "zero-gradient" not in {event["kind"] for event in read_events(tmp_path / "events.jsonl")}

@@ -240,7 +240,7 @@ def test_a_frozen_module_beside_the_model_is_the_same_on_all_ranks(kind: str, di
     events = [one for one in read_events(distilled / kind / "events.jsonl") if one["kind"] == "weights-mismatch"]
     told = [(one["step"], one["severity"], one["where"], one["ranks"]) for one in events]
     assert told == ([(2, *TOLD_BESIDE[kind])] if kind in TOLD_BESIDE else [])
-    ranks = "rank 0; rank 1; rank 2" if "own" in kind else "ranks 0, 2; rank 1"
+    ranks = "each has its own (rank 0; rank 1; rank 2)" if "own" in kind else "ranks 0, 2; rank 1"
     assert all(one["message"].endswith(f"its weights differ between ranks: {ranks}.") for one in events)
 
 
