@@ -286,8 +286,9 @@ def _is_by_items(weights: LabelWeights, ranks: int) -> bool:
 
 
 def _times(weights: LabelWeights) -> float:
-    """Return what the script's own numbers multiply a sum by that num_items_in_batch divides: with its divisors."""
-    return abs(weights.constants.times) / math.prod(weights.constants.divisors)
+    """Return what the script and its wrapper multiply a sum by that num_items_in_batch divides."""
+    constants = weights.constants
+    return abs(constants.times * (constants.wrapper or 1.0)) / math.prod(constants.divisors)
 
 
 def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: int) -> bool:

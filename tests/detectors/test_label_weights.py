@@ -121,6 +121,14 @@ BROKEN = {
         weights(4.0, (), by_tensor=True, by_items=True, reductions=frozenset({SUM})),
         "num_items_in_batch, by which its sum",
     ),
+    "items, and an accumulation undone": (
+        weights(1 / 3, **ITEMS | {"times": 4.0, "promise": Promise("accelerator.backward", 4)}, wrapper=0.25),
+        "divided by the 3 ranks",
+    ),
+    "items that are no labels, and an accumulation undone": (
+        weights(0.32, **ITEMS | {"times": 4.0, "promise": Promise("accelerator.backward", 4)}, wrapper=0.25),
+        "divided as for 916 labels, and 293 of them",
+    ),
     "items that are no labels of the loss": (weights(0.9482, **ITEMS), "divided as for 309 labels, and 293 of them"),
     "each rank's own items, which are none": (weights([0.9, 0.95, 0.91], **ITEMS | {"times": 1.0}), "0.92 together"),
     "a loss that is not passed on as given": (weights(0.25, passed=0.25, **GIVEN), "promises to multiply them by noth"),

@@ -22,7 +22,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 import ds_silent
 from ds_silent.patches import Patches
-from ds_silent.rules.call_order import SteppedAgain
+from ds_silent.rules.call_order import Clipping, SteppedAgain
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
 
@@ -351,3 +351,29 @@ def test_groups_that_are_stepped_one_by_one_are_no_second_step(each: str) -> Non
     finally:
         patches.undo()
     assert len(rule.breaches()) == (each == "all, twice")
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_clipping_before_a_step_without_a_reduction_is_not_within_an_accumulation(within: bool) -> None:
+    """Where nothing is ever reduced, that is the fault, and the clipping stands where it should."""
+    model, patches = nn.Linear(2, 2), Patches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    framework: Any = SimpleNamespace(
+        step=1, parameters=list(model.parameters()), optimizers=lambda: [optimizer], counts=SimpleNamespace()
+    )
+    rule = Clipping(framework)
+    rule.connect(patches, lambda function, *given, **named: function(*given, **named))
+    try:
+        for framework.step in range(1, 8):
+            for micro_batch in range(2):
+                framework.counts.unreduced = not within or micro_batch == 0
+                model(torch.randn(3, 2)).sum().backward()
+                if within or micro_batch == 1:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        patches.undo()
+    assert [one.message.partition(",")[0] for one in rule.breaches()] == (
+        ["clip_grad_norm_ is called within the accumulation"] if within else []
+    )
