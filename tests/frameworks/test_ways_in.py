@@ -284,6 +284,24 @@ def test_a_script_in_which_nothing_is_observed_says_so_at_its_end(project: Path)
     assert said.count("nothing was observed") == 1
 
 
+def test_ranks_that_train_alone_are_told_while_they_do(project: Path) -> None:
+    script = (
+        "import torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(25):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise ValueError('mine')\n"
+    )
+    (project / "alone.py").write_text(script)
+    launcher = [interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    status, said = run([*launcher, "-m", "ds_silent", "alone.py"], project)
+    assert status == 1
+    assert said.count("ds_silent: nothing is observed after 20 optimizer steps: no DeepSpeed engine") == 1
+    assert "each process trains alone" in said
+
+
 def test_what_a_script_breaks_on_is_its_own_traceback(project: Path) -> None:
     (project / "broken.py").write_text("import nowhere_to_be_found\n")
     status, said = run([interpreter(), "-m", "ds_silent", "broken.py"], project)
