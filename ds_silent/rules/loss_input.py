@@ -193,4 +193,5 @@ def _breach(loss: str, made_by: str, wants: str, step: int) -> Breach:
     else:
         message += "it makes probabilities of them once more, so that its gradient is small and the loss stays above 0."
         remedy = f"Take the {made_by} out of what stands before the loss, and keep it for predictions."
-    return Breach(f"loss input:{loss}:{made_by}", "objective-mismatch", severity, loss, message, remedy, step)
+    key, effects = f"loss input:{loss}:{made_by}", ("zero-gradient",) if wants == "several classes" else ()
+    return Breach(key, "objective-mismatch", severity, loss, message, remedy, step, effects=effects)

@@ -218,6 +218,8 @@ def test_a_loss_that_is_zero_on_all_ranks_from_the_beginning_is_told() -> None:
     run, judge = Run(), Judge(DetectorsConfig())
     steps = [judge.step(without_loss(run, 0, 1, 2, 3), NOTHING) for _ in range(20)]
     assert [step for step, events in enumerate(steps, 1) for e in events if e.kind == "zero-gradient"] == [16]
+    later = [event for _ in range(200) for event in judge.step(without_loss(run, 0, 1, 2, 3), NOTHING)]
+    assert [event.message[:20] for event in later if event.kind == "zero-gradient"] == ["Still, since step 1: "[:20]]
 
 
 def test_a_loss_that_is_zero_on_one_rank_for_good_is_told() -> None:
