@@ -154,15 +154,12 @@ class LocalGradient:
         if not boundary:
             self._more_came |= self._captured[index]
             return together and (previous is None or not first)
-        if self._captured[index]:
-            self._once = False
-            self._add(index, gradient, None, exact, square=False)
-            return False
-        if together and (previous is None or not first):
+        again = self._captured[index]
+        if together and not again and (previous is None or not first):
             self._waiting[index] = None
             return True
-        self._captured[index] = True
-        self._add(index, gradient, None if first else previous, exact, square=True)
+        self._once, self._captured[index] = self._once and not again, True
+        self._add(index, gradient, None if first or again else previous, exact, square=not again)
         return False
 
     def leave(self, indices: Iterable[int], boundary: bool) -> None:

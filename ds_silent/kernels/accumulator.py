@@ -88,12 +88,11 @@ class Accumulator:
         self._squares = torch.zeros(capacity, device=self._tables.device)
         self._square_groups = torch.zeros(capacity, dtype=torch.int64, device=self._tables.device)
         self._slots: dict[tuple[int, int, int, int], slice] = {}
-        self._used = 0
-        self._numels = numels
+        self._used, self._numels = 0, numels
         self._square_tensors = torch.zeros_like(self._square_groups)
         self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))]).view(-1, 2)
         self._come_whole: set[int] = set()
-        self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # these, of tensors that have come whole
+        self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # these, of those that have come whole
 
     def add(
         self,
@@ -168,12 +167,9 @@ class Accumulator:
         return sketches, squares
 
     def zeros(self, missed: Iterable[int] = ()) -> tuple[Tensor, Tensor]:
-        """How many tensors have a norm of exactly zero, and the sum of their ``place_of``, since :meth:`take`; 0-dim.
+        """Count the tensors with a norm of exactly zero since :meth:`take`, and add up their ``place_of``; 0-dim.
 
-        Tensors that come in pieces are left out: of an embedding, a piece is zero in health.
-
-        Args:
-            missed: tensors that have not come, to be left out, too.
+        Left out are ``missed`` ones and those that come in pieces: of an embedding, a piece is zero in health.
         """
         if self._order is not None:
             self._order.enter()
