@@ -74,7 +74,7 @@ def step_line(record: StepRecord, name: str = "[ds_silent]") -> str:
             bounds = f" [{low:.3f}, {high:.3f}]"
         parts.append(f"cos {direction.mean_cosine:.3f}{bounds}")
     if record.noise_scale is not None:
-        hidden = record.noise_scale < 0.0  # this step's noise hides the signal
+        hidden = not record.noise_scale >= 0.0  # this step's noise hides the signal, or there is none
         parts.append(f"B_noise {'n/a' if hidden else _number(record.noise_scale)}")
     return "  ".join(parts)
 
