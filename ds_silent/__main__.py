@@ -134,8 +134,9 @@ def _follow_spawned(patches: Patches, file: str | None, called: str, module: Mod
 
 def _say_if_nothing_was_observed(unobserved: Callable[[], list[str]]) -> None:
     """Say it: silence would look like health."""
-    from ds_silent.observing.observe import NOTHING_CAME_BY, anything_observed
+    from ds_silent.observing.observe import anything_observed
     from ds_silent.observing.start import alone
+    from ds_silent.text import NOTHING_CAME_BY
 
     if is_first() and not anything_observed():
         one = "it ran as one process, which has nothing to be compared with: start several"

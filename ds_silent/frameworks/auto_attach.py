@@ -30,11 +30,12 @@ from ds_silent.extras import is_first
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
-from ds_silent.observing.observe import NOTHING_CAME_BY, anything_observed, observer_of
+from ds_silent.observing.observe import anything_observed, observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import alone
 from ds_silent.patches import Patches
 from ds_silent.rules.loads import watch_loads
+from ds_silent.text import NOTHING_CAME_BY
 
 logger = logging.getLogger("ds_silent")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")

@@ -201,7 +201,7 @@ def dropout_probabilities(module: nn.Module) -> dict[str, float]:
     found = {}
     for name, inner in module.named_modules():
         own = [getattr(inner, "p", 0.0)] if isinstance(inner, _DropoutNd) else []
-        held = [getattr(inner, attribute, 0.0) for attribute in PROBABILITIES]
+        held = [vars(inner).get(attribute, 0.0) for attribute in PROBABILITIES]  # getattr asks diffusers, which warns
         known = [float(p) for p in (*own, *held) if isinstance(p, (int, float)) and not isinstance(p, bool)]
         if drops := [p for p in known if 0.0 < p <= 1.0]:
             found[name or type(inner).__name__] = max(drops)
