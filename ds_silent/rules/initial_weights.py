@@ -27,6 +27,7 @@ class InitialWeights(Rule):
 
     def __init__(self, framework: Framework):
         self._framework = framework
+        self._looked = False
         self._names: list[str] = []
         self._later: ReadLater | None = None  # the largest element of each, NaN where one is
         self._found: tuple[Breach, ...] = ()
@@ -36,9 +37,9 @@ class InitialWeights(Rule):
         patches.before_backward(partial(safely, self._look))
 
     def _look(self, root: Any) -> None:
-        if self._names:
+        if self._looked:
             return
-        largest = []
+        self._looked, largest = True, []
         for index, _, values in self._framework.weights():
             if values.is_floating_point() and values.itemsize > 1 and values.numel():
                 self._names.append(self._framework.names[index])
