@@ -91,8 +91,8 @@ class Accumulator:
         self._used, self._numels = 0, numels
         self._square_tensors = torch.zeros_like(self._square_groups)
         self._counted = torch.tensor([(1.0, place_of(tensor)) for tensor in range(len(numels))]).view(-1, 2)
-        self._come_whole: set[int] = set()
-        self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # these, of those that have come whole
+        self._come_whole: set[int] = set()  # tensors
+        self._whole = torch.zeros(2, len(numels), device=self._tables.device)  # what is counted of these
 
     def add(
         self,

@@ -63,46 +63,48 @@ def test_run_clm(tmp_path: Path) -> None:
     assert [record["loss"]["mean"] for record in records] == pytest.approx(logged(tmp_path), rel=1e-4)
 
 
+REWARDS = "def variety(completions, **_): return [len(set(one)) / 20 for one in completions]\n"
+
+
+def launched_of_trl(name: str, rows: list[dict[str, str]], tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """The records of three steps of TRL's own script of that name, on these rows."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    script = [f"trl.scripts.{name}", "--model_name_or_path", str(EMBEDDED), "--dataset_name", "data", *options]
+    records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    return records
+
+
 @pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
 @pytest.mark.long
 def test_trls_own_sft_script(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {i} plus {j}?", "completion": f" It is {i + j}."} for i in range(8) for j in range(8)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    script = ["trl.scripts.sft", "--model_name_or_path", str(EMBEDDED), "--dataset_name", "data"]
-    records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
-    assert [record["step"] for record in records] == [1, 2, 3]
-    assert all(4 < record["loss"]["mean"] < 5 for record in records)
-
-
-REWARDS = "def variety(completions, **_): return [len(set(one)) / 20 for one in completions]\n"
+    assert all(4 < record["loss"]["mean"] < 5 for record in launched_of_trl("sft", rows, tmp_path))
 
 
 @pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_trls_scripts_of_preferences(name: str, tmp_path: Path) -> None:
+def test_trls_own_dpo_script(tmp_path: Path) -> None:
     rows = [
         {"prompt": f"What is {i} plus {j}?", "chosen": f" It is {i + j}.", "rejected": f" It is {i * j + 1}."}
         for i in range(8)
         for j in range(8)
     ]
-    if name == "grpo":
-        rows = [{"prompt": row["prompt"]} for row in rows]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    script = [f"trl.scripts.{name}", "--model_name_or_path", str(EMBEDDED), "--dataset_name", "data"]
-    if name == "grpo":
-        (tmp_path / "own.py").write_text(REWARDS)
-        script += ["--reward_funcs", "own.variety", "--num_generations", "4", "--max_completion_length", "8"]
-    records = launched([*script, "--bf16", "False", "--dtype", "float32"], tmp_path)
-    assert [record["step"] for record in records] == [1, 2, 3]
-    objective = records[0]["objective"]
-    if name == "dpo":  # one comparison per row: 2 ranks x 2 micro-batches x 4 rows
-        assert objective["labels"] == 16
-        assert objective["weight_sum"] == pytest.approx(1.0, rel=1e-6)
-        assert objective["weight_min"] == objective["weight_max"] == pytest.approx(1 / 16, rel=1e-6)
-        assert records[0]["loss"]["mean"] == pytest.approx(math.log(2.0), rel=1e-4)
-    else:
-        assert not objective["known"]
-        assert all(record["direction"]["mean_cosine"] < 0.99 for record in records)
+    first, *_ = launched_of_trl("dpo", rows, tmp_path)
+    objective = first["objective"]
+    assert objective["labels"] == 16  # one comparison per row: 2 ranks x 2 micro-batches x 4 rows
+    assert objective["weight_sum"] == pytest.approx(1.0, rel=1e-6)
+    assert objective["weight_min"] == objective["weight_max"] == pytest.approx(1 / 16, rel=1e-6)
+    assert first["loss"]["mean"] == pytest.approx(math.log(2.0), rel=1e-4)
+
+
+@pytest.mark.skipif(not installed("trl"), reason="TRL is not installed")
+@pytest.mark.long
+def test_trls_own_grpo_script(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(REWARDS)
+    rows = [{"prompt": f"What is {i} plus {j}?"} for i in range(8) for j in range(8)]
+    options = ("--reward_funcs", "own.variety", "--num_generations", "4", "--max_completion_length", "8")
+    records = launched_of_trl("grpo", rows, tmp_path, *options)
+    assert not records[0]["objective"]["known"]
+    assert all(record["direction"]["mean_cosine"] < 0.99 for record in records)
