@@ -67,6 +67,5 @@ def _breach(names: list[str], step: int) -> Breach:
         "Look for a layer that nothing has initialised: behind to_empty() each module's own reset_parameters() has to "
         "be called, or all weights be loaded; else look at the checkpoint that was loaded."
     )
-    return Breach(
-        f"initial weights:{where}", "non-finite", "error", where, message, remedy, step, effects=("broken-numbers",)
-    )
+    effects = ("broken-numbers",)  # the finding of losses and gradients that are not finite, by its key
+    return Breach(f"initial weights:{where}", "non-finite", "error", where, message, remedy, step, effects=effects)
