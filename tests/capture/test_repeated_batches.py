@@ -61,6 +61,24 @@ def test_a_pass_begins_with_its_first_batch_and_not_with_what_an_agent_acts_on_b
     assert rows.starts == (0,)
 
 
+@pytest.mark.parametrize("forgotten", ["acted on", "dropped"])
+def test_a_pass_begins_with_the_next_batch_where_its_first_is_left_out(forgotten: str) -> None:
+    rows, weight = RowIds(enabled=True, capacity=16, micro_batch=4), torch.ones(1, requires_grad=True)
+    outputs = []
+    for begins in (True, False):
+        rows.forward((new(),), {}, begins=lambda begins=begins: begins)  # type: ignore[misc]
+        outputs.append(weight * 2.0)
+        rows.forwarded(outputs[-1])
+        if forgotten == "dropped" and begins:
+            rows.backward_ended()
+    if forgotten == "dropped":  # the second one's backward is still to come
+        rows.drop()
+    outputs[1].backward()  # type: ignore[no-untyped-call]
+    rows.backward_ended()
+    assert taken(rows) == HASHED
+    assert rows.starts == (0,)
+
+
 def test_the_size_of_inputs_is_read_at_measured_steps_alone() -> None:
     rows, batches = RowIds(enabled=True, capacity=64, micro_batch=4), [torch.full((4, 2), size) for size in (3.0, 5.0)]
     for measured, size in ((True, 4.0), (False, None)):
