@@ -89,6 +89,7 @@ class StepMoments:
         self.came = False  # a gradient has come, or a reduction has begun
         self.unpublished = False  # the step gets no record, with which what is applied could be compared
         self._reducing = self._applied = False
+        self.reduction_read = False  # its result was looked at behind the backward
         self._settings.objective.start()
         self._framework.script_hooks.start_step()
         self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
@@ -175,7 +176,7 @@ class StepMoments:
             again: the reduction has ended only now, behind a backward whose result was looked at too early.
         """
         if self._reducing or (again and self.measured):
-            self._reducing = False
+            self._reducing, self.reduction_read = False, True
             self.aggregate.reduced(self._framework.aggregated())
 
     def applying(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -211,8 +211,8 @@ class Observer:
             cleanup, steps = self._guard.cleanup, self._steps
             broken = error is not None and not (isinstance(error, SystemExit) and not error.code)
             cleanup(steps.publish_early, closed=True, broken=broken)
+            cleanup(steps.say_goodbye, broken)
             cleanup(lambda: self._publisher.last_words(self._capture.step))
-            cleanup(steps.say_goodbye)
             cleanup(steps.stop, ended=True)
             cleanup(self.closing)
             cleanup(self._home.ends, self._capture.step - 1, error or steps.unanswered)

@@ -62,7 +62,7 @@ logger = logging.getLogger("ds_silent")
 
 
 _PATIENCE = 5.0  # seconds, in which ranks that are well send what they have measured
-_GOODBYE = Observation(Status(failed=LEFT))
+_GOODBYE = Observation(Status(nothing=1.0, failed=LEFT))
 
 
 class StepLoop:
@@ -101,6 +101,7 @@ class StepLoop:
         most, words = capture.framework.max_reductions_per_step, capture.framework.words
         guard.state = Lockstep(first, allowed=most, next_allowed=most, words=words)
         self.observing, self._idle, self._observe_seconds = True, False, 0.0
+        self._sent = -1  # boundary of the step sent last
         self._capture.moments.plan = self.plan
 
     @property
@@ -173,6 +174,7 @@ class StepLoop:
             if self._guard.agreed(lambda: self._capture.kept.keeping):
                 everybody = _gather_micro_batches(self._capture, self._layout, collective)
                 local(lambda: self._checker.micro_batches(step, everybody.double()))
+            self._sent = self.lockstep.boundary
             self._exchange.post(step, observation, self._guard)
         self._respond(plan, step, self.replicas.due, partial(self._responder.before_update, step, plan.step))
 
@@ -244,11 +246,11 @@ class StepLoop:
         """
         for arrived in self._under_way(_PATIENCE if broken else None) if self.observing else ():
             _, event = self.lockstep.of(arrived)
-            if event is not None and event.kind == "observer-off":
+            if event is not None and event.kind == "observer-off" and not (closed and _all_measured(arrived)):
                 if closed and not _all_leave(arrived):
                     self._switch_off(event)
                 return
-            if event is not None and closed:
+            if event is not None and event.kind != "observer-off" and closed:
                 self._guard.cleanup(self.publisher.recorder.report, event)
             self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
 
@@ -262,14 +264,28 @@ class StepLoop:
             self.unanswered = error
             logger.warning("ds_silent: the last measured step could not be collected: %s", error)
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self, broken: bool) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here.
 
-        They may never come to that: where this rank has broken off, they wait for it elsewhere.
+        They may never come to that: where this rank has broken off, they wait for it elsewhere. ``broken``: what
+        raises may raise on all ranks alike, because of the step's gradient: then the step is judged.
         """
-        if not self._guard.over and dist.is_initialized():
-            self._guard.run(lambda: self._exchange.post(self._capture.step, _GOODBYE, self._guard))
-            outlive_python(self._capture.group)
+        if self._guard.over or not dist.is_initialized():
+            return
+        last = (self._guard.local(self._unfinished) if broken and self.unanswered is None else None) or _GOODBYE
+        self._guard.run(lambda: self._exchange.post(self._capture.step, last, self._guard))
+        if last is not _GOODBYE:
+            self.publish_early(closed=True, broken=True)
+        outlive_python(self._capture.group)
+
+    def _unfinished(self) -> Observation | None:
+        """Observe a step whose gradient is reduced and which is not sent; None where there is no such step."""
+        moments, lockstep = self._capture.moments, self.lockstep
+        if not (moments.measured and moments.reduction_read and lockstep.whole and self._sent != lockstep.boundary):
+            return None
+        observation = self._capture.observation(exact=False)
+        status = lockstep.status(self._capture.step, observation.status)
+        return None if status.failed else replace(observation, status=replace(status, failed=LEFT))
 
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
@@ -370,3 +386,10 @@ def _without_arguments(act: Callable[[], None], *_: Any, **__: Any) -> None:
 def _all_leave(arrived: Arrived) -> bool:
     """Whether the other ranks have only left, as this one does now: an interrupt finds them at different places."""
     return set(arrived.known.status.failed.tolist()) <= {0.0, LEFT}
+
+
+def _all_measured(arrived: Arrived) -> bool:
+    """Whether all ranks left in the same step, each with what it has measured of it."""
+    status = arrived.known.status
+    same = len(set(status.boundary.tolist())) == 1
+    return same and arrived.make is not None and bool((status.failed == LEFT).all()) and not on_any(status.nothing)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.sinks.jsonl import read_events, read_metrics
-from tests.support.distributed import each, run_on_kept_ranks
+from tests.support.distributed import each, run_distributed, run_on_kept_ranks
 from tests.support.training import Case, build, engine_of, one_step
 
 
@@ -102,3 +104,60 @@ def test_a_rank_that_publishes_early_leaves_no_other_waiting(tmp_path: Path) -> 
         assert (event["step"], event["where"], event["ranks"]) == (4, "frozen.weight", [2]), limit
         steps = [record["step"] for record in read_metrics(directory / "metrics.jsonl")]
         assert steps == [1, 2, 3, 4, 5, 6, 7], limit
+
+
+def raised_behind_the_reduction(directory: str, bad: int) -> str | None:
+    """Rank 1's rows of step ``bad`` hold a NaN, and the script refuses a norm that is not finite before it steps."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    try:
+        with ds_silent.observe(model, optimizer, config={"output_dir": directory}):
+            for step in range(1, 6):
+                rows = torch.randn(3, 4, generator=generator)
+                if step == bad and dist.get_rank() == 1:
+                    rows[0, 0] = torch.nan
+                model(rows).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_the_step_in_which_a_script_refuses_its_gradient_is_judged(tmp_path: Path) -> None:
+    cases = {bad: (str(tmp_path / str(bad)), bad) for bad in (1, 3, 6)}
+    for raised in run_on_kept_ranks(each, 2, (raised_behind_the_reduction, cases)):
+        assert raised[6] is None and "is non-finite" in raised[1] and "is non-finite" in raised[3]
+    for bad in (1, 3):
+        directory = tmp_path / str(bad)
+        found = [e for e in read_events(directory / "events.jsonl") if e["severity"] == "error"]
+        assert [(e["step"], e["ranks"]) for e in found] == [(bad, [1])], found
+        assert [record["step"] for record in read_metrics(directory / "metrics.jsonl")] == [*range(1, bad + 1)]
+    assert [e for e in read_events(tmp_path / "6" / "events.jsonl") if e["severity"] == "error"] == []
+
+
+def raised_between_backward_and_step(directory: str, ranks: tuple[int, ...]) -> None:
+    """``ranks`` raise behind the third backward; the others go on to their fourth, for which no peer is left."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with suppress(KeyError), ds_silent.observe(model, optimizer, config={"output_dir": directory}):
+        for step in range(1, 5):
+            model(torch.randn(3, 4, generator=generator)).square().mean().backward()
+            if step == 3 and dist.get_rank() in ranks:
+                raise KeyError("a mistake of the script's own")
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3 and ranks != (0, 1):
+                return
+
+
+def test_a_script_that_raises_for_reasons_of_its_own_is_no_fault_of_the_ranks(tmp_path: Path) -> None:
+    for name, ranks in {"both": (0, 1), "first": (0,), "second": (1,)}.items():
+        run_distributed(raised_between_backward_and_step, 2, (str(tmp_path / name), ranks))
+        events = read_events(tmp_path / name / "events.jsonl")
+        assert [e for e in events if e["severity"] != "info"] == [], name
