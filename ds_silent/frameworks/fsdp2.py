@@ -76,7 +76,7 @@ def mesh_of(parameters: Sequence[tuple[str, Tensor]]) -> Any:
         if not (isinstance(last, Shard) and last.dim == 0 and all(isinstance(one, Replicate) for one in outer)):
             raise ConfigError(
                 f"silent_consistency cannot observe parameter {name}, which is placed as {parameter.placements}; it "
-                "needs Shard(0), with replicas of it at most"
+                "needs Shard(0), with replicas of it at most: fully_shard without tensor parallelism"
             )
         if parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
