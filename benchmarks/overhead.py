@@ -23,7 +23,8 @@ On a GPU one process is one of ``--ranks`` equal ranks (``mirror.py``): all that
 is read around ten steps at a time, the device is waited for at both ends, and within them only as a training waits.
 
 Beside ds_silent the two obvious ways are run: all-gathering the gradients for their pairwise cosines, and a norm
-with one host synchronisation per bucket in a gradient hook, as in the paper's released code.
+with one host synchronisation per bucket in a gradient hook, as in the paper's released code. Under DDP sums that read
+the gradient as often as ds_silent does, and do nothing else, are the limit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ import torch.multiprocessing as multiprocessing
 import typer
 from engines import FRAMEWORKS, TorchEngine, deepspeed_engine
 from engines import observed as attached
-from obvious_ways import gathered_gradients, synchronised_norms
+from obvious_ways import gathered_gradients, summed_gradients, synchronised_norms
 from paired import Shift, mean_ratio, mixture, shift
 from rich.console import Console
 from rich.table import Table
@@ -152,6 +153,7 @@ VARIANTS: dict[str, Variant] = {
         least_ranks=3,
         frameworks=REPLICATED,
     ),
+    "nothing but sums, 2 and a share": Variant(other=summed_gradients, frameworks=("ddp",)),
     "ds_silent, exact": Variant({"direction": {"method": "exact"}}),
     "norm with .item() per bucket": Variant(other=synchronised_norms, frameworks=("deepspeed",)),
     "all-gather of gradients": Variant(other=gathered_gradients, frameworks=("deepspeed",)),

@@ -13,7 +13,7 @@ from ds_silent.comparison.releases import ImpossibleError, laid_over
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("version", ["0.16.9", "0.17.6"])
+@pytest.mark.parametrize("version", ["0.16.9", pytest.param("0.17.6", marks=pytest.mark.long)])
 def test_of_an_old_release_of_deepspeed(version: str) -> None:
     try:
         laid_over(ROOT / "build" / "real-bugs" / version, (f"deepspeed=={version}",))

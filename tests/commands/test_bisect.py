@@ -129,6 +129,7 @@ def state(pid: str) -> bytes:
     return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()[0]
 
 
+@pytest.mark.long
 def test_the_lock_of_a_build_that_was_killed_is_removed(toyrate: None, tmp_path: Path) -> None:
     lock = tmp_path / "runs" / "bisect" / "toyrate" / "1.0" / "extensions" / "operator" / "lock"
     lock.parent.mkdir(parents=True)

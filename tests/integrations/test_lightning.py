@@ -178,6 +178,7 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
     assert "ds_silent: observing 2 ranks" in said
 
 
+@pytest.mark.long
 def test_an_interrupted_training_is_recorded_as_one(
     tmp_path: Path, entries: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

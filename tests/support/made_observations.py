@@ -12,13 +12,12 @@ from ds_silent.exchange.observation import GROUPS, Gathered
 
 def gathered_of(step: int, ranks: int, **known: Sequence[float]) -> Gathered:
     """``known``: (N,) values by ``"group.field"``; all others are 0."""
+    given, zeros = (
+        {name: torch.tensor(one, dtype=torch.float64) for name, one in known.items()},
+        torch.zeros(ranks).double(),
+    )
     groups = {
-        name: group(
-            **{
-                one.name: torch.tensor(known.get(f"{name}.{one.name}", [0.0] * ranks), dtype=torch.float64)
-                for one in fields(group)
-            }
-        )
+        name: group(**{one.name: given.get(f"{name}.{one.name}", zeros) for one in fields(group)})
         for name, group in GROUPS.items()
     }
     empty = torch.zeros(ranks, 0)
