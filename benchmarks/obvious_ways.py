@@ -1,4 +1,4 @@
-"""For overhead.py: two obvious ways to watch gradients, all gathered or a synchronised norm per bucket; and the limit."""
+"""For overhead.py: two obvious ways to watch gradients, gathered or a synchronised norm per bucket; and the limit."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ class TorchLoop:
         self._forward_loss: Made | None = None  # of the newest forward, if any
         self._called = self._anothers = False  # since the last step; the newest backward is another module's
         self._open = self._boundary = False  # the current backward has brought gradients; it reduces them
+        self._raised = False  # the current backward, or the newest one
         self._past = self._pending = False  # all forwards since the newest backward went past the wrapper; and it, too
         self._backward_since = True  # the newest forward through the wrapper
         self._stepped: set[int] | None = None  # optimizers, while a step ends
@@ -165,10 +166,13 @@ class TorchLoop:
                 self._moments.pre_backward(tensors)
         self._depth += 1
         self._script_hooks.take_left()  # a backward within another reads its own
+        raised = True
         try:
-            return original(tensors, *args, **kwargs)
+            result = original(tensors, *args, **kwargs)
+            raised = False
+            return result
         finally:
-            self._depth -= 1
+            self._depth, self._raised = self._depth - 1, raised
             self._script_hooks.take_left()
             if self._depth == 0:
                 self._pending = self._open and self._past
@@ -229,7 +233,7 @@ class TorchLoop:
             self._accumulated = True
             self._reduced = self._reduced or boundary
             self._counts.unreduced = not self._reduced
-            if boundary and self._reduces_in_backward:
+            if boundary and self._reduces_in_backward and not self._raised:
                 self._moments.post_reduction()
 
     def reduction_ended(self) -> None:

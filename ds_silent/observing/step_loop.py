@@ -101,7 +101,6 @@ class StepLoop:
         most, words = capture.framework.max_reductions_per_step, capture.framework.words
         guard.state = Lockstep(first, allowed=most, next_allowed=most, words=words)
         self.observing, self._idle, self._observe_seconds = True, False, 0.0
-        self._sent = -1  # boundary of the step sent last
         self._capture.moments.plan = self.plan
 
     @property
@@ -174,7 +173,6 @@ class StepLoop:
             if self._guard.agreed(lambda: self._capture.kept.keeping):
                 everybody = _gather_micro_batches(self._capture, self._layout, collective)
                 local(lambda: self._checker.micro_batches(step, everybody.double()))
-            self._sent = self.lockstep.boundary
             self._exchange.post(step, observation, self._guard)
         self._respond(plan, step, self.replicas.due, partial(self._responder.before_update, step, plan.step))
 
@@ -279,9 +277,9 @@ class StepLoop:
         outlive_python(self._capture.group)
 
     def _unfinished(self) -> Observation | None:
-        """Observe a step whose gradient is reduced and which is not sent; None where there is no such step."""
+        """Observe a step whose gradient is reduced, and which may not be sent yet; None where there is no such step."""
         moments, lockstep = self._capture.moments, self.lockstep
-        if not (moments.measured and moments.reduction_read and lockstep.whole and self._sent != lockstep.boundary):
+        if not (moments.measured and moments.reduction_read and lockstep.whole):
             return None
         observation = self._capture.observation(exact=False)
         status = lockstep.status(self._capture.step, observation.status)

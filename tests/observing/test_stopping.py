@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -130,7 +131,9 @@ def raised_behind_the_reduction(directory: str, bad: int) -> str | None:
 def test_the_step_in_which_a_script_refuses_its_gradient_is_judged(tmp_path: Path) -> None:
     cases = {bad: (str(tmp_path / str(bad)), bad) for bad in (1, 3, 6)}
     for raised in run_on_kept_ranks(each, 2, (raised_behind_the_reduction, cases)):
-        assert raised[6] is None and "is non-finite" in raised[1] and "is non-finite" in raised[3]
+        assert raised[6] is None
+        assert "is non-finite" in raised[1]
+        assert "is non-finite" in raised[3]
     for bad in (1, 3):
         directory = tmp_path / str(bad)
         found = [e for e in read_events(directory / "events.jsonl") if e["severity"] == "error"]
@@ -139,25 +142,44 @@ def test_the_step_in_which_a_script_refuses_its_gradient_is_judged(tmp_path: Pat
     assert [e for e in read_events(tmp_path / "6" / "events.jsonl") if e["severity"] == "error"] == []
 
 
-def raised_between_backward_and_step(directory: str, ranks: tuple[int, ...]) -> None:
-    """``ranks`` raise behind the third backward; the others go on to their fourth, for which no peer is left."""
+def fail(*_: object) -> None:
+    raise KeyError("a mistake of the script's own")
+
+
+def raised_in_the_third_step(directory: str, where: str, ranks: tuple[int, ...]) -> None:
+    """``ranks`` raise; the others go on to their fourth step, for which no peer is left."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with suppress(KeyError), ds_silent.observe(model, optimizer, config={"output_dir": directory}):
-        for step in range(1, 5):
+        for step in range(1, 4):
+            raises = step == 3 and dist.get_rank() in ranks
+            if raises and where == "within the backward":  # behind the second layer's gradients, before the first's
+                layers[0].register_full_backward_hook(fail)
             model(torch.randn(3, 4, generator=generator)).square().mean().backward()
-            if step == 3 and dist.get_rank() in ranks:
-                raise KeyError("a mistake of the script's own")
+            if raises and where == "behind the backward":
+                fail()
+            if raises:
+                optimizer.register_step_pre_hook(fail)
             optimizer.step()
             optimizer.zero_grad()
-            if step == 3 and ranks != (0, 1):
-                return
 
 
-def test_a_script_that_raises_for_reasons_of_its_own_is_no_fault_of_the_ranks(tmp_path: Path) -> None:
-    for name, ranks in {"both": (0, 1), "first": (0,), "second": (1,)}.items():
-        run_distributed(raised_between_backward_and_step, 2, (str(tmp_path / name), ranks))
-        events = read_events(tmp_path / name / "events.jsonl")
-        assert [e for e in events if e["severity"] != "info"] == [], name
+@pytest.mark.parametrize(
+    ("where", "ranks", "recorded"),
+    [
+        ("behind the backward", (0, 1), 3),
+        ("behind the backward", (0,), 2),
+        ("behind the backward", (1,), 2),
+        ("within the backward", (0, 1), 2),
+        ("in the update", (0, 1), 3),
+    ],
+)
+def test_a_script_that_raises_for_reasons_of_its_own_is_no_fault_of_the_ranks(
+    where: str, ranks: tuple[int, ...], recorded: int, tmp_path: Path
+) -> None:
+    run_distributed(raised_in_the_third_step, 2, (str(tmp_path), where, ranks))
+    assert [e for e in read_events(tmp_path / "events.jsonl") if e["severity"] != "info"] == []
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, recorded + 1)]
