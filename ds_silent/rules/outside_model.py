@@ -4,8 +4,9 @@ A loss with weights of its own, such as a classifier or a learned temperature, l
 ``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
 own copy. A parameter counts if autograd brings its gradient, and ``step`` finds what it has brought, bit for bit, or
 clipped. One that no optimizer holds is a note: the first backward's graph shows it. Silent: what ranks hold as their
-own from the start, such as parts of a sharded classifier; another wrapper's parameters; gradients that the script
-reduces, and masters that it fills.
+own from the start, such as parts of a sharded classifier, or behind a function of the script's that communicates, such
+as tables that are dealt to the ranks; another wrapper's parameters; gradients that the script reduces, and masters that
+it fills.
 
 A frozen module, such as a teacher, a text encoder or a reward model, is the same on all ranks, or their losses are not
 the same function. Nobody broadcasts its weights. A module that is a shard, or that only some ranks have, is left out.
@@ -14,7 +15,7 @@ the same function. Nobody broadcasts its weights. A module that is a shard, or t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ _USED_WITHIN = 4  # measured steps
 _HASHED = 4096  # elements of each weight of a frozen module
 _HARMLESS = {"_is_hf_initialized", "_no_weight_decay", "_no_reinit"}
 """Attributes of a weight that is whole; others may say which part of a weight it is."""
+_COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter", "isend", "irecv")
 _CLIPPED = 1e-3  # of the largest element: what a clipping's factor leaves of proportion, also in bf16 with few elements
 
 
@@ -52,6 +54,7 @@ class OutsideModel(Rule):
         self._looks, self._key = 0, ""
         self._backwards = 0  # whose graphs were walked
         self._unheld: tuple[Breach, ...] | None = None  # as soon as one of them was this model's
+        self._dealt: set[int] = set()  # ids of parameters whose gradients come from other ranks
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each gradient as it has come, and as each step finds it."""
@@ -73,10 +76,12 @@ class OutsideModel(Rule):
         if groups is not None and isinstance(root, Tensor):
             own = set(map(id, self._framework.module.parameters()))
             masters = {one.shape for group in groups for one in group if id(one) not in own}  # scripts write them back
-            leaves, self._backwards = leaves_of(root), self._backwards + 1
+            nodes, self._backwards = nodes_behind([root.grad_fn]), self._backwards + 1
+            leaves = leaves_among(nodes)
             if own.isdisjoint(map(id, leaves)):  # another model's backward, or all are gathered anew for each (FSDP2)
                 self._unheld = () if self._backwards == _LOOKS else None
                 return
+            self._dealt = set(map(id, leaves_among(nodes_behind(filter(_communicates, nodes)))))
             own |= {id(one) for group in groups for one in group}
             unheld = [one for one in leaves if id(one) not in own and one.shape not in masters]
             names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects
@@ -90,7 +95,7 @@ class OutsideModel(Rule):
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         came, self._came = self._came, {}
-        pairs = [(one, came[one], _some(one.grad)) for one in came if one.grad is not None]
+        pairs = [(one, before, _some(one.grad)) for one, before in came.items() if one.grad is not None]
         if pairs and self._looks < _LOOKS:
             self._looks += 1
             stayed = torch.stack([_unreduced(before, now).to(pairs[0][1].device) for _, before, now in pairs])
@@ -103,9 +108,10 @@ class OutsideModel(Rule):
                 if stayed:
                     self._since.setdefault(parameter, step)
         unheld = self._unheld or ()
-        if not self._since:
+        alone = {one for one in self._since if id(one) not in self._dealt}
+        if not alone:
             return unheld
-        names = [name for parameter, name in self._names.items() if parameter in self._since]
+        names = [name for parameter, name in self._names.items() if parameter in alone]
         one = len(names) == 1
         message = (
             f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
@@ -116,7 +122,7 @@ class OutsideModel(Rule):
             "Put it into the module that is wrapped, wrap it in a DistributedDataParallel of its own, or reduce its "
             "gradient before each step."
         )
-        since = min(self._since.values())
+        since = min(map(self._since.__getitem__, alone))
         return (
             *unheld,
             Breach(self._key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True),
@@ -237,20 +243,33 @@ def _held_by(module: nn.Module) -> Iterator[Tensor]:
             yield from (one for one in (inner.running_mean, inner.running_var) if one is not None)
 
 
-def leaves_of(root: Tensor) -> list[nn.Parameter]:
-    """Return the parameters that a backward from ``root`` brings gradients, as far as ``_NODES`` of its graph show."""
-    waiting, found = [root.grad_fn], []
-    seen: set[Any] = set()
+def nodes_behind(starts: Iterable[Any]) -> set[Any]:
+    """Return the nodes of a graph that a backward reaches from some of them, ``_NODES`` at most."""
+    waiting, seen = list(starts), set[Any]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if type(leaf) is nn.Parameter:
-            found.append(leaf)
-        waiting += [inner for inner, _ in node.next_functions]
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [inner for inner, _ in node.next_functions]
+    return seen
+
+
+def leaves_among(nodes: Iterable[Any]) -> list[nn.Parameter]:
+    """Return the parameters to which nodes bring gradients."""
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    return [leaf for leaf in leaves if type(leaf) is nn.Parameter]
+
+
+def _communicates(node: Any) -> bool:
+    """Tell whether a node is a function's in Python whose backward, or what that calls, names a collective."""
+    backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+    known = getattr(backward, "__globals__", {})
+    called = [backward, *(known.get(name) for name in _names_in(backward))]
+    return any(word in name for one in called for name in _names_in(one) for word in _COLLECTIVES)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _no_optimizer(names: list[str], step: int) -> Breach:
@@ -276,7 +295,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _some(values: Tensor) -> Tensor:
-    return values.reshape(-1)[:_ELEMENTS].float()
+    return (values._values() if values.is_sparse else values).reshape(-1)[:_ELEMENTS].float()
 
 
 def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
@@ -298,6 +317,8 @@ def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
 
 def _unreduced(before: Tensor, now: Tensor) -> Tensor:
     """Tell whether a gradient is not 0 and the same, or the same but for a factor that a clipping has."""
+    if before.shape != now.shape:  # of a sparse one other rows have come
+        return torch.tensor(False, device=now.device)
     same = (before == now).all()
     if len(before) > 1:
         largest, other = before.abs().max(), now.abs().max()

@@ -27,6 +27,8 @@ TOLD = {
     "classifier, clipped": CLASSIFIER,
     "classifier, accumulated": CLASSIFIER,
     "classifier, fully_shard": CLASSIFIER,
+    "classifier, behind a function": CLASSIFIER,
+    "table, sparse": "Head.table.weight",
 }
 SILENT = (
     "classifier, each rank's own",
@@ -37,7 +39,40 @@ SILENT = (
     "classifier, masters",
     "classifier, in no optimizer",
     "classifier, wrapped, fully_shard in parts",
+    "table, dealt to the ranks",
+    "table, dealt to the ranks, sparse",
 )
+
+
+class Doubled(torch.autograd.Function):
+    """A script's own function, which has nothing to do with other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2.0 * gradient
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Give each rank one half of its rows from each rank."""
+    found = torch.empty_like(x)
+    dist.all_to_all_single(found, x.contiguous())
+    return found
+
+
+class Dealt(torch.autograd.Function):
+    """Of a table that one rank holds each rank gets its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return swapped(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return swapped(gradient)
 
 
 class Head(nn.Module):
@@ -45,14 +80,24 @@ class Head(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        if "classifier" in kind:
+        self.kind = kind
+        if "table" in kind:
+            self.table = nn.Embedding(16, CLASSES, sparse="sparse" in kind)
+        elif "classifier" in kind:
             torch.manual_seed(1 + dist.get_rank() if "own" in kind else 1)
             self.classifier = nn.Linear(8, CLASSES, bias=False).requires_grad_("frozen" not in kind)
         else:
             self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        logits = self.classifier(x) if hasattr(self, "classifier") else x[:, :CLASSES] * self.temperature
+        if "table" in self.kind:
+            rows = self.table(torch.randint(16, (len(x),)))
+            logits = x[:, :CLASSES] + (Dealt.apply(rows) if "dealt" in self.kind else rows)
+        elif "classifier" in self.kind:
+            logits = self.classifier(Doubled.apply(x) if "function" in self.kind else x)
+            logits = Doubled.apply(logits) if "function" in self.kind else logits
+        else:
+            logits = x[:, :CLASSES] * self.temperature
         return functional.cross_entropy(logits, y)
 
 
@@ -112,7 +157,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 @pytest.mark.parametrize("kind", [*TOLD, *SILENT])
 def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[dict[str, list[float]]]]) -> None:
     directory, (first, second) = runs
-    assert (first[kind] == second[kind]) is (kind in SILENT and "own" not in kind)
+    assert (first[kind] == second[kind]) is (kind in SILENT and "own" not in kind and "dealt" not in kind)
     events = read_events(directory / (kind or "temperature") / "events.jsonl")
     notes = [event["where"] for event in events if event["kind"] == "update-mismatch"]
     assert notes == ([CLASSIFIER] if "no optimizer" in kind else [])
