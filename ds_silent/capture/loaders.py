@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, dataloader
 
-from ds_silent.capture.data_set import held_by
+from ds_silent.capture.data_set import held_by, rows_held_by
 from ds_silent.capture.deals import Deal, deal_of
 from ds_silent.maths.fingerprint import short_hash
 from ds_silent.patches import Patches
@@ -158,19 +158,21 @@ class LoaderWatch(Watch):
             self._loader_passes[number].given = getattr(iterator, "_num_yielded", 0)
 
     def _hash_of(self, iterator: Any) -> float:
-        """Return :func:`held_by` of the training's data set, which is read once where it can be known again."""
-        data = getattr(iterator, "_dataset", None)
-        if (known := self._held) is None or known[0]() is not data:
+        """Return :func:`held_by` of the training's data set, which is read once where it can be known again; where a
+        sampler deals its rows to the ranks :func:`rows_held_by`, negative."""
+        data, known = getattr(iterator, "_dataset", None), self._held
+        if known is None or known[0]() is not data:
+            found = held_by(iterator) if self._deal.dealt == "unknown" else -rows_held_by(iterator)
             try:
-                self._held = known = weakref.ref(data), held_by(iterator)
+                self._held = known = weakref.ref(data), found
             except TypeError:  # a list
-                return held_by(iterator)
+                return found
         return known[1]
 
     @property
     def whole_data(self) -> tuple[float, float]:
         """Return the hash of the data set that each pass takes whole, and that of the order in the pass under way; 0.0
-        where it is not known."""
+        where it is not known. Of one whose rows a sampler deals to the ranks, the first is negative."""
         own = self.loader_pass
         if own is None or not own.data:
             return 0.0, 0.0

@@ -28,7 +28,8 @@ class WholeDataTest(Detector):
     """Note ranks that each take all rows of the same data set, as far as their loaders and data sets tell.
 
     Code that nobody reads may give each rank other rows of it, so that this is no alarm by itself: see
-    :class:`OverlapTest`, to which it is a reason to believe fewer rows, and :class:`SameRows`.
+    :class:`OverlapTest`, to which it is a reason to believe fewer rows, and :class:`SameRows`. Note also ranks that hold
+    other rows each, of which a sampler deals them a share: rows that were split before.
     """
 
     key = "whole_data"
@@ -41,9 +42,13 @@ class WholeDataTest(Detector):
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
         self.notes, self.groups, self.all_unlike, found = (), (), False, evidence.whole_data
-        if found is None or evidence.dealt != "unknown":
+        if found is None:
             return []
-        data, order = found.T
+        data, order = np.maximum(found.T, 0.0)
+        if (found[:, 0] < 0.0).all():
+            self._note_dealt_again(record, len(np.unique(found[:, 0])))
+        if evidence.dealt != "unknown":
+            return []
         self.groups = _alike(data)
         self.all_unlike = not self.groups and bool(data.all())
         ranks = tuple(sorted(chain(*self.groups)))
@@ -62,6 +67,22 @@ class WholeDataTest(Detector):
             remedy = f"{_GIVE_A_SAMPLER}, or if your code gives each rank other rows of it."
             self.notes = (Event(record.step, "duplicate-data", "info", ranks, "loader", None, None, message, remedy),)
         return []
+
+    def _note_dealt_again(self, record: StepRecord, parts: int) -> None:
+        """Note data sets that were split before a sampler splits them, or that hold their rows in other orders."""
+        if parts == 1 or self._noted:
+            return
+        self._noted, ranks = True, record.world_size
+        message = (
+            f"The data sets of the ranks hold other rows, or the same in another order, as far as their attributes "
+            f"tell, and the sampler gives each rank one of {ranks} shares of its own: rows are trained nowhere, "
+            f"{ranks - 1} of {ranks} where the data were split by rank before."
+        )
+        remedy = (
+            "Split the rows once: leave out rows[rank::ranks], or the sampler; accelerate, Lightning and a Trainer "
+            "bring one. Shuffle them alike on all ranks. Do nothing if each rank is meant to draw from its own."
+        )
+        self.notes = (Event(record.step, "low-coverage", "info", (), "loader", None, None, message, remedy),)
 
 
 def _alike(hashes: Array) -> tuple[tuple[int, ...], ...]:

@@ -61,7 +61,7 @@ class Loss(Generic[T]):
     tokens: T = _0  # label tokens; 0 when not known
     inputs: T = _0  # root mean square of inputs that are no ids; 0 when not known
     order: T = _0  # hash of the order that the sampler deals; negative where that keeps to its rows; 0: not known
-    data: T = _0  # hash of the data set, where each pass of this rank takes all of it; 0: not known
+    data: T = _0  # hash of the data set, where each pass of this rank takes all of it; negative: dealt; 0: not known
     first_rows: T = _0  # and of the first rows that the pass under way has taken
 
 

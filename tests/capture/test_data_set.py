@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 import ds_silent
-from ds_silent.capture.data_set import held_by
+from ds_silent.capture.data_set import held_by, rows_held_by
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import each, run_distributed
 
@@ -212,6 +212,19 @@ def test_data_sets_made_twice_are_the_same_and_others_are_not(make: Any, other: 
     assert held(make()) == float(torch.tensor(held(make()), dtype=torch.float32))
 
 
+def test_of_rows_that_are_dealt_only_the_rows_count() -> None:
+    def rows(data: Any) -> float:
+        return rows_held_by(iter(DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0))))
+
+    assert rows(tensors()) == rows(tensors()) > 0.0
+    assert rows(tensors()) != rows(tensors(seed=1))
+    assert rows(Texts()) == rows(Subset(Texts(seed=0), range(50)))  # what is chosen of them the preflight compares
+    noted = Texts()
+    noted.folder = "rank-1"  # type: ignore[attr-defined]
+    assert rows(noted) == rows(Texts()) != held(Texts())
+    assert rows(ByRank()) == rows(torch.arange(100)) == 0.0
+
+
 def test_hugging_faces_data_sets_are_known() -> None:
     data = pytest.importorskip("datasets").Dataset.from_dict({"a": list(range(30))})
     assert held(data) > 0
@@ -276,12 +289,12 @@ def trained(directory: str, style: str, noise: float, batch: int, workers: int, 
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data: Any = Images(2000, rank if style == "own" else 0, noise)
+    data: Any = Images(2000, rank if "own" in style else 0, noise)
     seeds = {"each": rank, "two": min(rank, ranks - 2)}  # the last two alike
     order = None if style == "in order" else torch.Generator().manual_seed(seeds.get(style, 3))
-    sampler: Any = DistributedSampler(data) if style == "dealt" else None
+    sampler: Any = DistributedSampler(data) if "dealt" in style else None
     collate = own_rows if style == "collated" else None
-    shuffle = style not in ("in order", "dealt")
+    shuffle = style not in ("in order", "dealt", "own, dealt again")
     more: Any = {"num_workers": workers, "worker_init_fn": partial(seeded, rank)} if workers else {}
     loader = DataLoader(data, batch, shuffle, sampler, generator=order, collate_fn=collate, **more)
     torch.manual_seed(rank)
@@ -308,6 +321,7 @@ AUGMENTED = [
     ("two", 3, 8, 0, (1, [0, 1, 2], True)),
     ("own", 2, 8, 0, None),  # all drawn with one seed, as a script does that gives each rank a part
     ("dealt", 2, 8, 0, None),
+    ("own, dealt again", 2, 8, 0, None),
     ("collated", 2, 16, 0, None),  # each rank takes its part of a batch that all have drawn
     ("cut", 2, 16, 0, None),
 ]
@@ -340,6 +354,13 @@ def test_augmented_rows_of_one_data_set_are_noted_though_none_is_seen_twice(
     found = [(step, at, same) for step, severity, at, same in of_all if severity == "info"]
     assert found == ([] if expected is None else [expected])
     assert len(of_all) == len(found)
+
+
+@pytest.mark.parametrize("style", ["own, dealt again", "dealt", "own"])
+def test_rows_that_were_split_before_a_sampler_splits_them_are_noted(style: str, trainings: Path) -> None:
+    events = read_events(trainings / f"{style} 2" / "events.jsonl")
+    notes = [(event["step"], event["severity"]) for event in events if event["kind"] == "low-coverage"]
+    assert notes == ([(1, "info")] if "again" in style else [])
 
 
 def test_a_few_rows_that_come_again_elsewhere_make_a_warning_of_it(trainings: Path) -> None:
