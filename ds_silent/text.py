@@ -119,7 +119,7 @@ TORCH = Words()
 NOTHING_CAME_BY = (
     'no DeepSpeed engine with an optimizer and an enabled "silent_consistency" block, no DistributedDataParallel, '
     "fully_shard or Megatron-core model with an optimizer came by: if nothing wraps the model each process trains "
-    "alone; add the block to the ds_config, or call ds_silent.attach in the script; a loop that reduces its gradients "
-    "itself needs an adapter (docs/ways-in.md)"
+    "alone; add the block to the ds_config, or name a file that holds it by --silent-consistency-config, or call "
+    "ds_silent.attach in the script; a loop that reduces its gradients itself needs an adapter (docs/ways-in.md)"
 )
 """Why a script of several processes has no observer, if nothing else is known."""

@@ -183,7 +183,7 @@ def from_others(ranks: int) -> list[Event]:
         stop_event(7, [float(BROKE)] * (ranks - 1) + [0.0], TORCH),
         elsewhere_event(7, [7.0] * (ranks - 99) + [float(rank) for rank in range(99)], [7.0] * ranks),
         elsewhere_event(7, [float(rank) for rank in range(ranks)], [0.0] * ranks),
-        same_draws(1, ranks, TORCH),
+        same_draws(1, ranks, TORCH, True),
         out_of_sync_event(7, [float(rank) for rank in range(ranks)]),
         *reduction_errors.notes(
             ReductionEvidence(applied=AppliedCheck(6, 1.0, (0.3,) * ranks, 1e-3, 0.5, 1e-4, (), (), note=True))

@@ -32,7 +32,7 @@ class Deal:
     """How one rank's sampler deals rows to ranks; whether the others' do the same only their observations say."""
 
     dealt: Dealt = "unknown"
-    by: str = "no loader was seen"
+    by: str = "no loader has been seen so far"
     order: float = 0.0  # hash of all that the order of the rows follows from, the same on all ranks; 0 where unknown
     by_epoch: bool = False  # another order comes only with another epoch of the sampler
     fixed: float = 0.0  # hash of what the order surely follows from, on this rank: an epoch that its code reads

@@ -42,6 +42,7 @@ from ds_silent.exchange.collectives import Arrived
 from ds_silent.exchange.observation import Code, Gathered
 from ds_silent.framework import Framework
 from ds_silent.preflight.comparison import TEXT_BYTES, PreflightOutcome, compare
+from ds_silent.preflight.inventory import dropout_probabilities
 from ds_silent.preflight.items import ALL_HOOKS, HOOKS, SUBSET
 from ds_silent.preflight.messages import NOBODY, REMEDIES_OF, events_of
 from ds_silent.preflight.settings import lacks_hook
@@ -233,7 +234,9 @@ class SettingsCheck:
         if self._noted or len(draws) < 2 or not bool((draws > 0).all()):
             return None
         self._noted = True
-        return same_draws(known.step, ranks, self._framework.words) if bool((draws == draws[0]).all()) else None
+        if not bool((draws == draws[0]).all()):
+            return None
+        return same_draws(known.step, ranks, self._framework.words, bool(dropout_probabilities(self._framework.module)))
 
 
 def _differences(known: Gathered, objective: SameObjective, inputs: SameObjective) -> dict[str, Parts]:
@@ -262,11 +265,12 @@ def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
 # -- what is said of it ------------------------------------------------------------------------------------------------
 
 
-def same_draws(step: int, ranks: int, words: Words) -> Event:
-    """Make the note that all ranks use the same masks."""
+def same_draws(step: int, ranks: int, words: Words, drops: bool) -> Event:
+    """Make the note that all ranks use the same masks; ``drops``: the model is known to have dropout."""
+    of_it = "dropout and other noise use the same masks" if drops else "what noise it draws, if any, is the same"
     message = (
-        f"The first forward drew the same random numbers on {everybody(ranks)}: dropout and other noise use "
-        "the same masks on each rank's rows, so that they average less than they could."
+        f"The first forward drew the same random numbers on {everybody(ranks)}: {of_it} "
+        "on each rank's rows, so that it averages less than it could."
     )
     remedy = (
         "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "

@@ -28,8 +28,9 @@ class WholeDataTest(Detector):
     """Note ranks that each take all rows of the same data set, as far as their loaders and data sets tell.
 
     Code that nobody reads may give each rank other rows of it, so that this is no alarm by itself: see
-    :class:`OverlapTest`, to which it is a reason to believe fewer rows, and :class:`SameRows`. Note also ranks that hold
-    other rows each, of which a sampler deals them a share: rows that were split before.
+    :class:`OverlapTest`, to which it is a reason to believe fewer rows, and :class:`SameRows`.
+
+    Note also ranks that hold other rows each, of which a sampler deals them a share: rows that were split before.
     """
 
     key = "whole_data"

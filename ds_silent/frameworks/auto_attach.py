@@ -42,6 +42,11 @@ _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon
 
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
 _NOTHING_AFTER = 20  # optimizer steps by which something wraps the model, if anything does
+_ALONE = (
+    "several processes were started, and the script has made no process group: each trains alone, on all rows, and all "
+    "write to the same files; call torch.distributed.init_process_group, or let the trainer do so (accelerate does on "
+    "CPUs with ACCELERATE_USE_CPU=true)"
+)
 _UNCALLED = (
     "a DistributedDataParallel was made, but it was never called in training, so it reduces no gradient: call ddp(x), "
     "not ddp.module(x)"
@@ -106,8 +111,12 @@ class AutoAttach:
         if torch.compiler.is_compiling():
             return
         self._steps += 1
-        if self._steps == _NOTHING_AFTER and is_first() and not (self._unobserved or anything_observed() or alone()):
-            logger.warning("ds_silent: nothing is observed after %d optimizer steps: %s", self._steps, NOTHING_CAME_BY)
+        if self._steps == _NOTHING_AFTER and not (self._unobserved or anything_observed() or alone()):
+            if not dist.is_initialized():
+                self._unobserved["alone"] = _ALONE
+            elif is_first():
+                said = "ds_silent: nothing is observed after %d optimizer steps: %s"
+                logger.warning(said, self._steps, NOTHING_CAME_BY)
         if self._unobserved and not self._observers:
             self._steps_without += 1
             if self._steps_without == _SAID_AFTER and is_first():

@@ -130,7 +130,7 @@ class RunDirectory:
             return self.directory
         return (
             f"a new directory below {self.directory}, which holds an earlier run; they go on in {self.directory} "
-            "itself only if that run's checkpoint is loaded before the first step"
+            "itself only if that run's checkpoint is loaded before the first step, with the observer's state in it"
         )
 
     def settle(self, done: int, samples: int, records: str | None, collective: CollectiveCall) -> None:

@@ -97,9 +97,8 @@ def _decayed_norms(framework: Framework) -> Breach | None:
         decayed = [norms[id(parameter)] for parameter in decays if id(parameter) in norms]
         if number(without.get("weight_decay")) == 0.0 and meant and decayed:
             many = len(held[place])
-            holds = (
-                "is empty" if not many else f"holds {many} {'parameter' if many == 1 else 'parameters'}, and no such"
-            )
+            counted = f"{many} {'parameter' if many == 1 else 'parameters'}"
+            holds = f"holds {counted}, none of them of a normalisation" if many else "is empty"
             message = (
                 f"The weights of {len(decayed)} {'normalisation' if len(decayed) == 1 else 'normalisations'} decay "
                 f"({listed(decayed, _SHOWN)}), although parameter group {place} has no weight decay. "

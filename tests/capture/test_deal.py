@@ -121,7 +121,7 @@ def finetune(mode: Any) -> ResumableSampler:
         (lambda: iter(DataLoader(Stream())), "unknown", "DataLoader,"),
         (lambda: DataLoader(ROWS, batch_sampler=Batches(shares())), "random", "r, shuffled, in batches of Batches"),
         (lambda: iter(DataLoader(ROWS, batch_sampler=Batches(ROWS))), "unknown", "Batches, which may"),
-        (lambda: None, "unknown", "no loader was seen"),
+        (lambda: None, "unknown", "no loader has been seen so far"),
         (lambda: iter(ROWS), "unknown", "list_iterator"),
     ],
 )

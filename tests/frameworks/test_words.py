@@ -140,11 +140,20 @@ def test_a_step_is_left_out() -> None:
 
 
 def test_all_ranks_draw_alike() -> None:
-    framework = SimpleNamespace(words=WORDS)
+    framework = SimpleNamespace(words=WORDS, module=nn.Linear(1, 1))
     check = SettingsCheck(LocalSettings(nn.Linear(1, 1), list), framework, guard=None)
     event = check.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
     assert event is not None
     assert event.remedy.endswith("leave them alike where ranks must draw alike (layers that are skipped under ZeRO-3).")
+
+
+@pytest.mark.parametrize(("model", "masks"), [(nn.Linear(1, 1), False), (nn.Sequential(nn.Dropout(0.1)), True)])
+def test_masks_are_spoken_of_where_the_model_has_dropout(model: nn.Module, masks: bool) -> None:
+    """MoCo draws the order in which it shuffles a batch."""
+    check = SettingsCheck(LocalSettings(model, list), SimpleNamespace(words=TORCH, module=model), guard=None)
+    event = check.note(gathered_of(1, 2, **{"code.first_draws": [5.0, 5.0]}), 2)
+    assert event is not None
+    assert ("masks" in event.message.split("rows")[0]) is masks
 
 
 def test_there_is_nobody_to_agree_with() -> None:

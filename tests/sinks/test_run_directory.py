@@ -217,7 +217,7 @@ def test_where_the_records_of_a_second_run_go_is_said_at_its_start(tmp_path: Pat
     home._undecided = True
     assert home.says() == (
         "a new directory below runs/a, which holds an earlier run; they go on in runs/a itself only if that run's "
-        "checkpoint is loaded before the first step"
+        "checkpoint is loaded before the first step, with the observer's state in it"
     )
 
 
