@@ -3,10 +3,10 @@
 A loss with weights of its own, such as a classifier or a learned temperature, lies outside the module that
 ``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
 own copy. A parameter counts if autograd brings its gradient, and ``step`` finds what it has brought, bit for bit, or
-clipped. One that no optimizer holds is a note: the first backward's graph shows it. Silent: what ranks hold as their
-own from the start, such as parts of a sharded classifier, or behind a function of the script's that communicates, such
-as tables that are dealt to the ranks; another wrapper's parameters; gradients that the script reduces, and masters that
-it fills.
+clipped. One that no optimizer holds is a note: the first backward's graph shows it. So is what was not the same on all
+ranks from the start: part of a sharded classifier, or made before the ranks had one seed. Silent: what lies behind a
+function of the script's that communicates, such as tables that are dealt to the ranks; another wrapper's parameters;
+gradients that the script reduces, and masters that it fills.
 
 A frozen module, such as a teacher, a text encoder or a reward model, is the same on all ranks, or their losses are not
 the same function. Nobody broadcasts its weights. A module that is a shard, or that only some ranks have, is left out.
@@ -107,25 +107,15 @@ class OutsideModel(Rule):
             for parameter, stayed in zip(parameters, later.values.tolist(), strict=True):
                 if stayed:
                     self._since.setdefault(parameter, step)
-        unheld = self._unheld or ()
         alone = {one for one in self._since if id(one) not in self._dealt}
         if not alone:
-            return unheld
+            return self._unheld or ()
         names = [name for parameter, name in self._names.items() if parameter in alone]
-        one = len(names) == 1
-        message = (
-            f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
-            f"{'it' if one else 'them'}: nothing reduces {'its' if one else 'their'} gradient, each rank trains its "
-            "own copy by its own rows, and the copies part."
-        )
-        remedy = (
-            "Put it into the module that is wrapped, wrap it in a DistributedDataParallel of its own, or reduce its "
-            "gradient before each step."
-        )
         since = min(map(self._since.__getitem__, alone))
         return (
-            *unheld,
-            Breach(self._key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True),
+            *(self._unheld or ()),
+            _unreduced_copies(self._key, names, since),
+            _own_from_start(self._key, names, since),
         )
 
 
@@ -281,6 +271,35 @@ def _no_optimizer(names: list[str], step: int) -> Breach:
     )
     remedy = "If that is meant, do nothing; requires_grad_(False) saves its gradient. Else give it to an optimizer."
     return Breach("outside, in no optimizer", "update-mismatch", "info", names[0], message, remedy, step)
+
+
+def _unreduced_copies(key: str, names: list[str], since: int) -> Breach:
+    one = len(names) == 1
+    message = (
+        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
+        f"{'it' if one else 'them'}: nothing reduces {'its' if one else 'their'} gradient, each rank trains its "
+        "own copy by its own rows, and the copies part."
+    )
+    remedy = (
+        "Put it into the module that is wrapped, wrap it in a DistributedDataParallel of its own, or reduce its "
+        "gradient before each step."
+    )
+    return Breach(key, "unreduced-gradient", "warning", names[0], message, remedy, since, alike_on_all=True)
+
+
+def _own_from_start(key: str, names: list[str], since: int) -> Breach:
+    """Word the same of parameters that were no copies to begin with."""
+    one = len(names) == 1
+    message = (
+        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, nothing reduces "
+        f"{'its' if one else 'their'} gradient, and {'it was' if one else 'they were'} not the same from the start"
+    )
+    remedy = (
+        "Do nothing if each rank is to have its own, such as its part of a sharded classifier. Else make it behind the "
+        "seed that all ranks share, and put it into the module that is wrapped."
+    )
+    thing = f"outside:{short_hash(names)}"
+    return Breach(f"own:{key}", "unreduced-gradient", "info", names[0], message, remedy, since, unlike=thing)
 
 
 def _held_by_optimizers() -> Iterator[Any]:

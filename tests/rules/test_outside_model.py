@@ -161,6 +161,8 @@ def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[d
     events = read_events(directory / (kind or "temperature") / "events.jsonl")
     notes = [event["where"] for event in events if event["kind"] == "update-mismatch"]
     assert notes == ([CLASSIFIER] if "no optimizer" in kind else [])
+    own = [event["where"] for event in events if (event["kind"], event["severity"]) == ("unreduced-gradient", "info")]
+    assert own == ([CLASSIFIER] if "own" in kind else [])
     events = [event for event in events if event["severity"] != "info"]
     told = [(event["step"], event["kind"], event["severity"], event["where"], event["ranks"]) for event in events]
     expected = [(1, "unreduced-gradient", "warning", TOLD[kind], [])] if kind in TOLD else []
