@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_silent.config import SilentConsistencyConfig
 from ds_silent.drill.training import hash_of
+from ds_silent.frameworks.auto_attach import AutoAttach
+from ds_silent.observing.observe import observer_of
 from ds_silent.sinks.jsonl import read_events, read_metrics
 
 VOCABULARY, LENGTH = 40, 12
@@ -59,7 +62,7 @@ class HFCase:
     dropout: float = 0.0
     grouped: bool = False  # rows of like lengths together
     stage: int | None = None  # of DeepSpeed
-    block: str = "callback"  # or "ds_config"
+    block: str = "callback"  # or "ds_config", or "-m": of python -m ds_silent
     named: dict[str, Any] = field(default_factory=dict)  # more TrainingArguments
 
 
@@ -153,6 +156,7 @@ def train(case: HFCase, directory: Path, observed: bool, resume: bool = False) -
     as_launched(case.stage is not None)
     block = {"output_dir": str(directory / "silent"), "tensorboard": False}
     callbacks = [SilentConsistencyCallback(block)] if observed and case.block == "callback" else []
+    auto_attach = AutoAttach(SilentConsistencyConfig(**block)) if observed and case.block == "-m" else None
     trainer = trainer_of(case, directory, callbacks, block if observed and case.block == "ds_config" else None)
     micro: list[float] = []
     steps: list[float] = []
@@ -177,6 +181,11 @@ def train(case: HFCase, directory: Path, observed: bool, resume: bool = False) -
     assert (type(trainer.callback_handler.train_dataloader).__name__ == "DataLoaderDispatcher") == dispatches
     observed_still = [callback for callback in callbacks if callback.observer is not None]
     assert not observed_still, "an observer is open behind the training's end"
+    if auto_attach is not None:
+        auto_attach.undo()
+        observer = observer_of(trainer.model_wrapped)
+        assert observer is not None
+        observer.close()
     weights = hash_of(parameter.detach() for parameter in trainer.model.parameters())
     records: tuple[dict[str, Any], ...] = ()
     events: tuple[dict[str, Any], ...] = ()

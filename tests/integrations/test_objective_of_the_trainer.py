@@ -56,7 +56,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], float | None, str]] = {
 }
 
 
-def plain_mean(directory: Path, observed: bool) -> HFTrace:
+def plain_mean(directory: Path, observed: bool, block: str = "callback") -> HFTrace:
     """A ``compute_loss`` of one's own that returns a mean, of a model that takes ``num_items_in_batch``."""
     from transformers import Trainer
 
@@ -70,7 +70,7 @@ def plain_mean(directory: Path, observed: bool) -> HFTrace:
 
     Trainer.compute_loss = compute_loss
     try:
-        return train(HFCase(accumulation=ACCUMULATION, steps=4), directory, observed)
+        return train(HFCase(accumulation=ACCUMULATION, steps=4, block=block), directory, observed)
     finally:
         Trainer.compute_loss = original
 
@@ -171,7 +171,7 @@ def test_smoothed_labels_routers_and_short_windows(tmp_path: Path) -> None:
 
 
 def train_all(directory: str, observed: bool) -> list[HFTrace]:
-    traces = [plain_mean(Path(directory, "plain"), observed)]
+    traces = [plain_mean(Path(directory, block), observed, block) for block in ("callback", "-m")]
     for place, (loss, _, _) in enumerate(LOSSES.values()):
         hf_training.squared = loss
         traces.append(train(CASE, Path(directory, str(place)), observed))
@@ -179,11 +179,12 @@ def train_all(directory: str, observed: bool) -> list[HFTrace]:
 
 
 def test_a_loss_that_breaks_the_trainers_promise_is_told_at_its_first_step(tmp_path: Path) -> None:
-    plain, *traces = ran(train_all, str(tmp_path))[0]
-    [event] = plain.events
-    assert (event["step"], event["kind"], event["severity"]) == (1, "objective-mismatch", "warning")
-    assert event["effect"] == pytest.approx(ACCUMULATION, rel=1e-4)
-    assert "transformers' Trainer promises the mean" in event["message"]
+    by_callback, unedited, *traces = ran(train_all, str(tmp_path))[0]
+    for plain in (by_callback, unedited):
+        [event] = plain.events
+        assert (event["step"], event["kind"], event["severity"]) == (1, "objective-mismatch", "warning")
+        assert event["effect"] == pytest.approx(ACCUMULATION, rel=1e-4)
+        assert "transformers' Trainer promises the mean" in event["message"]
     for (name, (_, effect, says)), trace in zip(LOSSES.items(), traces, strict=True):
         assert len(trace.records) == 4, name
         if not says:
