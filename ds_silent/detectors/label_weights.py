@@ -14,7 +14,8 @@ A Trainer promises the mean of any loss, also of one with several terms. There i
 root whole, and that nothing on the way to any term may be a division.
 
 A loop that a script writes itself promises nothing: there it is a note, once, when it has been so at ``STEPS`` measured
-steps in a row, and the script does not divide the reduced gradients instead. The last window of an epoch may have fewer
+steps in a row, and the script does not divide the reduced gradients instead; or at once, where step 1 alone has fewer
+micro-batches than it divides by. The last window of an epoch may have fewer
 micro-batches than a framework divides by: it is not judged. A Trainer divides by as many as come: a window divided by
 the configured number is a fault.
 
@@ -59,6 +60,7 @@ class LabelWeightsTest(Detector):
         self._beside = 0  # steps in a row at which other terms count more often than the labels' mean
         self._value, self._steps = 0.0, 0  # of the steps that may become a note
         self._short = 0  # steps in a row with fewer micro-batches than a wrapper divides by
+        self._first: tuple[float, int] | None = None  # of step 1: the sum, and how many micro-batches
         self._open: Finding | None = None
 
     def step(self, record: StepRecord, evidence: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -79,6 +81,7 @@ class LabelWeightsTest(Detector):
     def _judged(self, record: StepRecord, weights: LabelWeights, evidence: Evidence) -> Finding | None:
         total, count, ranks = abs(float(weights.totals.mean())), max(weights.backwards), record.world_size
         multiple = multiple_of(total, count, ranks)
+        self._note_first(record, total, count)
         if _is_short_of_its_divisor(weights, total, count):
             message = (
                 f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: this "
@@ -140,6 +143,22 @@ class LabelWeightsTest(Detector):
         )
         remedy = f"Do nothing if that is meant. Else divide its coefficient by {count}."
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=float(count))
+        self.notes = (*self.notes, event)
+
+    def _note_first(self, record: StepRecord, total: float, count: int) -> None:
+        """Note a first step that ends before its window is full, and is divided as if it were."""
+        first, self._first = self._first, (total, count) if record.step == 1 else None
+        if first is None or first[1] >= count or not (_near(total, 1.0) and _near(first[0], first[1] / count)):
+            return
+        message = (
+            f"The first step has {_micro_batches(first[1])}, divided as if there were {count}, as the next steps have: "
+            f"its gradient is {first[0]:.3g} times that of its mean loss."
+        )
+        remedy = (
+            f"Do nothing if that is meant. Else step where (i + 1) % {count} == 0: i % {count} == 0 is true of the "
+            "first micro-batch of each pass."
+        )
+        event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=first[0])
         self.notes = (*self.notes, event)
 
     def _note(self, record: StepRecord, total: float, multiple: Multiple | None, weights: LabelWeights) -> None:

@@ -98,6 +98,22 @@ def test_a_short_window_that_a_trainer_divides_by_the_configured_number_is_told(
         assert told(silent) == []
 
 
+def test_a_first_step_of_one_micro_batch_that_is_divided_by_four_is_a_note() -> None:
+    """transformers' run_glue_no_trainer.py stepped where ``step % accumulation == 0``."""
+    one = weights(0.25, backwards=frozenset({1}))
+    [event] = told(one, weights(), weights(), one, weights())
+    assert (event.step, event.severity, event.effect) == (2, "info", 0.25)
+    assert "has 1 micro-batch, divided as if there were 4" in event.message
+    assert "(i + 1) % 4 == 0" in str(event.remedy)
+    whole = weights(1.0, (1.0,), backwards=frozenset({1}))
+    for silent in (
+        (whole, weights()),
+        (weights(), one, weights()),
+        (weights(0.5, backwards=frozenset({1})), weights()),
+    ):
+        assert told(*silent) == []
+
+
 def test_a_term_that_counts_more_often_than_the_labels_beside_it_is_a_note() -> None:
     made = Run(ranks=3)
     given = [Evidence(beside=one) for one in (12, 12, 0, *[12] * (2 * STEPS))]
