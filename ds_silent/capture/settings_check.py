@@ -267,10 +267,10 @@ def _named(parts: Mapping[str, Parts], arrived: Arrived) -> Mapping[str, Parts]:
 
 def same_draws(step: int, ranks: int, words: Words, drops: bool) -> Event:
     """Make the note that all ranks use the same masks; ``drops``: the model is known to have dropout."""
-    of_it = "dropout and other noise use the same masks" if drops else "what noise it draws, if any, is the same"
+    of_it = "dropout and other noise use the same masks" if drops else "noises, if it draws any, are the same"
     message = (
         f"The first forward drew the same random numbers on {everybody(ranks)}: {of_it} "
-        "on each rank's rows, so that it averages less than it could."
+        "on each rank's rows, so that they average less than they could."
     )
     remedy = (
         "Nothing is wrong. If masks are to differ, seed each rank's generators with seed + rank once the model is "

@@ -32,8 +32,9 @@ Pair = tuple[int, int]
 
 _WASTE = "Their work is done more than once."
 _REMEDY = (
-    "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), split_dataset_by_node for "
-    "iterable data; check that the rank is read after the process group exists."
+    "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), what a trainer prepares loaders "
+    "with (accelerator.prepare), split_dataset_by_node for iterable data; check that the rank is read after the "
+    "process group exists."
 )
 
 

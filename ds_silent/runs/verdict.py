@@ -227,8 +227,9 @@ def noted(run: RunRecords) -> str:
     unlike = {rank for group in notes if group.kind == "outlier-rank" for rank in group.ranks}
     whose = f"the data of {named(tuple(sorted(unlike)), run.world_size)} are of another kind" if unlike else ""
     said = f"; notes say that {whose if len(unlike) < run.world_size else 'the ranks have data of unlike kinds'}"
-    kinds = (*_RULES, "duplicate-data")
-    headlines = [own for group in notes if group.kind in kinds and (own := _headline(group.message))]
+    kinds = (*_RULES, "duplicate-data", "low-coverage", "same-order", "unreduced-gradient")
+    lasting = [group for group in notes if group.kind in kinds and not group.ended]
+    headlines = [own for group in lasting if (own := _headline(group.message))]
     more = f" (and {len(headlines) - 1} more)" if len(headlines) > 1 else ""
     return said * bool(unlike) + (f"; noted: {headlines[0]}{more}" if headlines else "")
 

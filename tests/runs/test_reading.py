@@ -257,6 +257,12 @@ def test_the_healthy_verdict_says_that_there_are_notes(tmp_path: Path) -> None:
     shared = event(1, "duplicate-data", "info", "Ranks read the same data, ranks 1 and 2 alone: 40%.", ranks=(1, 2))
     verdict = verdict_of(read_run(write(tmp_path / "shared", 1, (shared,))))
     assert "; noted: Ranks read the same data, ranks 1 and 2 alone" in verdict.sentence
+    order = event(65, "same-order", "info", "The sampler shuffles, and its set_epoch is not called.")
+    frozen = event(1, "update-mismatch", "info", "A parameter has got no gradient.", where="head")
+    over = event(41, "update-mismatch", "info", "Ended: update-mismatch, from step 1 to step 40.", where="head")
+    verdict = verdict_of(read_run(write(tmp_path / "over", 1, (frozen, over, order))))
+    assert "; noted: The sampler shuffles, and its set_epoch is not called" in verdict.sentence
+    assert "no gradient" not in verdict.sentence
 
 
 @pytest.mark.parametrize(("share", "says"), [(0.7, "All 4 ranks agreed at"), (0.95, "No alarm was raised at")])
