@@ -63,11 +63,11 @@ def rows_held_by(iterator: Any) -> float:
     """Hash some rows of the data set of an iterator of torch's loader, fp32-exact; 0.0 where they are not known."""
     try:
         data = iterator._dataset
-        reading = _Reading(_longest(data))
+        reading = _Reading(_longest(data), rows_alone=True)
         reading.read(data)
     except Exception:  # somebody else's objects
         return 0.0
-    return short_hash(reading.rows) if reading.rows and not reading.unknown else 0.0
+    return short_hash(reading.rows) if reading.rows else 0.0
 
 
 def _longest(data: Any) -> int:
@@ -84,13 +84,16 @@ class _Reading:
         tells: a container of so many rows, or more, has different ones.
         rows: some of the rows of such containers.
         unknown: something cannot be read, or there is too much.
+
+    Args:
+        rows_alone: what code does with the rows does not matter.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, rows_alone: bool = False):
         self.values: list[Any] = []
         self.rows: list[list[Any]] = []
         self.tells = self.unknown = False
-        self._rows = rows
+        self._rows, self._rows_alone = rows, rows_alone
 
     def read(self, value: Any, depth: int = 0, most: int = _ROWS) -> list[Any]:
         """Add what ``value`` holds, and return it; ``most``: rows of a container."""
@@ -135,6 +138,9 @@ class _Reading:
             self.tells = True
         elif isinstance(value, (ModuleType, type)):
             self.values.append(value.__name__)
+        elif self._rows_alone:
+            for held in vars(value).values() if hasattr(value, "__dict__") else ():
+                self.read(held, depth, most)
         elif kind is FunctionType:
             self._function(value, depth, most)
         elif kind is MethodType:
@@ -186,7 +192,7 @@ def _some(rows: int, most: int) -> list[int]:
     """Choose one of each of ``most`` equal parts, not always at the same place of it: what alternates is seen."""
     if rows <= most:
         return list(range(rows))
-    return [(place * rows + int(place * 0.618034 % 1.0 * rows)) // most for place in range(most)]
+    return sorted({(place * rows + int(place * 0.618034 % 1.0 * rows)) // most for place in range(most)})
 
 
 def _some_of(row: Any, most: int) -> list[Any]:

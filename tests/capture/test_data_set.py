@@ -222,7 +222,9 @@ def test_of_rows_that_are_dealt_only_the_rows_count() -> None:
     noted = Texts()
     noted.folder = "rank-1"  # type: ignore[attr-defined]
     assert rows(noted) == rows(Texts()) != held(Texts())
-    assert rows(ByRank()) == rows(torch.arange(100)) == 0.0
+    assert rows(ByRank()) == rows(Drawn()) == rows(Texts())
+    assert rows(Numbered(object())) == rows(Numbered(Reader(1))) > 0.0
+    assert rows(torch.arange(100)) == rows(Hidden()) == 0.0
 
 
 def test_hugging_faces_data_sets_are_known() -> None:
