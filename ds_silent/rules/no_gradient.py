@@ -8,6 +8,7 @@ Silent: frameworks that keep no gradient of each parameter (DeepSpeed's stages 1
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -117,7 +118,7 @@ class NoGradient(Rule):
 
 def _in_reentrant_checkpoint(frame: FrameType | None) -> bool:
     """Tell whether a reentrant checkpoint whose inputs need no gradient is among the callers; a deep stack says no."""
-    code = checkpoint.CheckpointFunction.forward.__code__
+    code = inspect.unwrap(checkpoint.CheckpointFunction.forward).__code__  # another rule follows it
     for _ in range(_FRAMES):
         if frame is None:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
 
 import ds_silent
 from ds_silent.capture.untrained import _others
 from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.ddp import reduced_parameters
+from ds_silent.patches import Patches
+from ds_silent.rules.no_gradient import _in_reentrant_checkpoint
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_on_kept_ranks
 
@@ -327,3 +331,27 @@ def test_a_wrapper_that_python_is_about_to_free_is_no_other() -> None:
     emptied.__dict__.clear()
     assert _others(None)[0] == set()
     assert vars(emptied) == {}
+
+
+def test_a_method_that_is_followed_is_no_checkpoint() -> None:
+    """Each method that a patch wraps runs the same code, evaluations of sentence-transformers in one of them."""
+
+    class Evaluation:
+        def run(self, asked: Callable[[Any], bool]) -> bool:
+            return asked(sys._getframe())
+
+    def inside(x: Tensor) -> Tensor:
+        found.append(_in_reentrant_checkpoint(sys._getframe()))
+        return x
+
+    found: list[bool] = []
+    patches = Patches()
+    try:
+        for kind, name in ((checkpoint.CheckpointFunction, "forward"), (Evaluation, "run")):
+            patches.wrap_method(kind, name, lambda original, *args, **named: original(*args, **named))
+        assert not Evaluation().run(_in_reentrant_checkpoint)
+        checkpoint.checkpoint(inside, torch.ones(2), use_reentrant=True)
+        checkpoint.checkpoint(inside, torch.ones(2, requires_grad=True), use_reentrant=True)
+    finally:
+        patches.undo()
+    assert found == [True, False]
