@@ -1,7 +1,7 @@
 """What a data set holds, read without asking it for a row: whether ranks that each take all of it take the same rows.
 
     held_by(iterator)      # hash of the data set, where each pass of a torch loader takes every row of it; else 0
-    rows_held_by(iterator) # hash of the rows alone, as far as some are read, however they are dealt; 0: not known
+    rows_held_by(data)     # hash of its rows alone, as far as some are read, however they are dealt; 0: not known
 
 Rows may come augmented, or packed into graphs, so that no two ranks ever see the same tensors. What the data set's
 attributes hold is the same all the same: numbers, strings, tensors and arrays, of which a few are read, and what its
@@ -15,6 +15,7 @@ ranks hold the same rows as far as this tells: it is a reason to look, and no pr
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import sysconfig
@@ -59,10 +60,9 @@ def held_by(iterator: Any) -> float:
     return short_hash(reading.values) if reading.tells and not reading.unknown else 0.0
 
 
-def rows_held_by(iterator: Any) -> float:
-    """Hash some rows of the data set of an iterator of torch's loader, fp32-exact; 0.0 where they are not known."""
+def rows_held_by(data: Any) -> float:
+    """Hash some rows of a data set, fp32-exact; 0.0 where they are not known. Of a path only the last part counts."""
     try:
-        data = iterator._dataset
         reading = _Reading(_longest(data), rows_alone=True)
         reading.read(data)
     except Exception:  # somebody else's objects
@@ -102,7 +102,8 @@ class _Reading:
         if depth > _DEEP or self.unknown:
             return []
         if kind in _PLAIN or isinstance(value, (PurePath, np.generic)):
-            self.values.append(value if kind in _PLAIN else str(value))
+            shown = value if kind in _PLAIN else str(value)
+            self.values.append(os.path.basename(shown) if self._rows_alone and isinstance(shown, str) else shown)
         elif kind in (Tensor, Parameter, np.ndarray, np.memmap):  # a subclass may run code of its own
             self.unknown |= kind is np.ndarray and value.dtype == object
             self.values += (str(value.dtype), tuple(value.shape))
@@ -126,7 +127,8 @@ class _Reading:
         different = len({repr(one) for one in found})
         numbers = [one[0] for one in found if len(one) == 1 and isinstance(one[0], int)]
         places = len(numbers) == len(found) and (different == len(found) or numbers == sorted(numbers))
-        if rows >= self._rows and different >= min(_DIFFERENT, len(found)) > 1 and not places:
+        filled = 2 * different > len(found) or not self._rows_alone  # a cache is filled row by row
+        if rows >= self._rows and different >= min(_DIFFERENT, len(found)) > 1 and filled and not places:
             self.tells = True
             self.rows += found
 

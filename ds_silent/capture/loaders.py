@@ -162,7 +162,7 @@ class LoaderWatch(Watch):
         sampler deals its rows to the ranks :func:`rows_held_by`, negative."""
         data, known = getattr(iterator, "_dataset", None), self._held
         if known is None or known[0]() is not data:
-            found = held_by(iterator) if self._deal.dealt == "unknown" else -rows_held_by(iterator)
+            found = held_by(iterator) if self._deal.dealt == "unknown" else -rows_held_by(data)
             try:
                 self._held = known = weakref.ref(data), found
             except TypeError:  # a list

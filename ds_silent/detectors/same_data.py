@@ -76,12 +76,13 @@ class WholeDataTest(Detector):
         self._noted, ranks = True, record.world_size
         message = (
             f"The data sets of the ranks hold other rows, or the same in another order, as far as their attributes "
-            f"tell, and the sampler gives each rank one of {ranks} shares of its own: rows are trained nowhere, "
-            f"{ranks - 1} of {ranks} where the data were split by rank before."
+            f"tell, and the sampler gives each rank one of {ranks} shares of its own: where the data were split by "
+            f"rank before, an epoch trains 1 of {ranks} rows, and no rank sees another's."
         )
         remedy = (
-            "Split the rows once: leave out rows[rank::ranks], or the sampler; accelerate, Lightning and a Trainer "
-            "bring one. Shuffle them alike on all ranks. Do nothing if each rank is meant to draw from its own."
+            "Split the rows once: leave out rows[rank::ranks], or the sampler, which accelerate, Lightning and a "
+            "Trainer bring along. Make, list and shuffle them alike on all ranks. Do nothing if each rank is meant to "
+            "draw from its own."
         )
         self.notes = (Event(record.step, "low-coverage", "info", (), "loader", None, None, message, remedy),)
 

@@ -45,9 +45,9 @@ _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
 _NOTHING_AFTER = 20  # optimizer steps by which something wraps the model, if anything does
 _ALONE = (
-    "several processes were started, and the script has made no process group: each trains alone, on all rows, and all "
-    "write to the same files; call torch.distributed.init_process_group, or let the trainer do so (accelerate does on "
-    "CPUs with ACCELERATE_USE_CPU=true)"
+    "several processes were started, and the script has made no process group so far: each trains alone; call "
+    "torch.distributed.init_process_group, or let the trainer do so (accelerate does on CPUs with "
+    "ACCELERATE_USE_CPU=true)"
 )
 _UNCALLED = (
     "a DistributedDataParallel was made, but it was never called in training, so it reduces no gradient: call ddp(x), "
@@ -119,7 +119,7 @@ class AutoAttach:
             if not dist.is_initialized():
                 self._unobserved["alone"] = _ALONE
             elif is_first():
-                said = "ds_silent: nothing is observed after %d optimizer steps: %s"
+                said = "ds_silent: nothing is observed so far, after %d optimizer steps: %s"
                 logger.warning(said, self._steps, NOTHING_CAME_BY)
         if self._unobserved and not self._observers:
             self._steps_without += 1

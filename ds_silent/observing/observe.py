@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_silent.alerts.sink import refuse_unusable_alerts
+from ds_silent.capture.data_set import rows_held_by
 from ds_silent.capture.deals import deal_item, deal_of, dealt_by_all
 from ds_silent.capture.loaders import data_facts
 from ds_silent.capture.step import StepCapture
@@ -273,7 +274,11 @@ def _compare_before_training(
     """Compare what the ranks have before the first step, and publish it. A collective."""
     ranks = capture.shape.ranks
     deal = deal_of(subject.loader, ranks)
-    items = local_items(subject.training(), sampler_facts(subject.loader), subject.before, ranks)
+    facts = sampler_facts(subject.loader)
+    if facts is not None and facts.world_size == 1 < ranks and not facts.picked:  # of rows that were split before?
+        rows = rows_held_by(getattr(subject.loader, "dataset", getattr(subject.loader, "_dataset", None)))
+        facts = replace(facts, picked=f"all rows of a data set [{rows:.0f}]" if rows else "")
+    items = local_items(subject.training(), facts, subject.before, ranks)
     outcome = compare([*items, deal_item(deal)], capture.group, capture.device)
     capture.settings_check.told_before(outcome)
     if home.sinks is None:

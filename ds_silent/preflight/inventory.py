@@ -14,8 +14,7 @@ ranks share (the model, how it is sharded); its values are the rank's own.
   Where the model has dropout, the states of the generators that it draws from are *better different*: else every rank
   uses the same masks on other rows. The event, a note, comes when the first forward has really drawn the same numbers
   (:mod:`ds_silent.capture.settings_check`): scripts may seed later.
-* Sampler: as many shares as ranks, and each rank another share of the *same* permutation. Nothing is expected of a
-  sampler that says nothing of shares: the data may have been split before.
+* Sampler: as many shares as ranks, each rank another one of the *same* permutation; nothing where it tells no shares.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +60,7 @@ class SamplerFacts:
     permutation: Hash  # of the order of all rows, or of everything that it follows from
     seed: int | None = None
     rows: int | None = None  # of the data set
-    picked: str = ""  # those that it picks from another, see :func:`picked_from`
+    picked: str = ""  # which they are, where that is known: see :func:`picked_from`
 
 
 def _whole(tensor: Tensor) -> bool:
@@ -209,11 +208,12 @@ def dropout_probabilities(module: nn.Module) -> dict[str, float]:
 
 
 def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
-    """Shares, rows and permutation of the sampler, on one of ``ranks`` ranks. All shares differ, each is one of N and N
-    are made: so together they are the data, once. One share of a subset may be this rank's own data."""
+    """Shares, rows and permutation of a sampler: all shares differ, each one of N; one share may be of its own rows."""
     if facts is None or (facts.world_size == 1 < ranks and facts.picked):
-        names = ("sampler: a share for each rank", "sampler's share", "sampler's rows", "sampler's permutation")
-        return [item_of(name, "sampler", "not known", None, "free") for name in names]
+        own, expected = ("not known", "free") if facts is None else (facts.picked, "different")
+        names = (": a share for each rank", "'s rows", "'s permutation")
+        free = [item_of(f"sampler{name}", "sampler", "not known", None, "free") for name in names]
+        return [*free, item_of("sampler's share", "sampler", own, None, cast(Expectation, expected))]
     shares = facts.world_size
     made = f"The sampler makes {shares} share{'s' * (shares != 1)} of the data for {ranks} rank{'s' * (ranks != 1)}"
     share = f"share {facts.rank} of {shares}"

@@ -126,6 +126,14 @@ class Numbered(Dataset[Any]):
         return self.read(self.names[index])
 
 
+class Files(Numbered):
+    """Copies of the same files."""
+
+    def __init__(self, root: str):
+        super().__init__(None)
+        self.names = [f"{root}/{name}.png" for name in self.names]
+
+
 class Reader:
     def __init__(self, root: int):
         self.root = root
@@ -213,9 +221,7 @@ def test_data_sets_made_twice_are_the_same_and_others_are_not(make: Any, other: 
 
 
 def test_of_rows_that_are_dealt_only_the_rows_count() -> None:
-    def rows(data: Any) -> float:
-        return rows_held_by(iter(DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0))))
-
+    rows = rows_held_by
     assert rows(tensors()) == rows(tensors()) > 0.0
     assert rows(tensors()) != rows(tensors(seed=1))
     assert rows(Texts()) == rows(Subset(Texts(seed=0), range(50)))  # what is chosen of them the preflight compares
@@ -225,6 +231,13 @@ def test_of_rows_that_are_dealt_only_the_rows_count() -> None:
     assert rows(ByRank()) == rows(Drawn()) == rows(Texts())
     assert rows(Numbered(object())) == rows(Numbered(Reader(1))) > 0.0
     assert rows(torch.arange(100)) == rows(Hidden()) == 0.0
+    cached = [Texts(), Texts()]
+    for first, one in zip((0, 50), cached, strict=True):
+        one.cache = [f"row {row}" if first <= row < first + 20 else None for row in range(100)]  # type: ignore[attr-defined]
+    assert rows(cached[0]) == rows(cached[1]) == rows(Texts())
+    staged = [Files(root) for root in ("/tmp/0", "/tmp/1")]
+    assert rows(staged[0]) == rows(staged[1]) > 0.0
+    assert held(staged[0]) != held(staged[1])
 
 
 def test_hugging_faces_data_sets_are_known() -> None:
@@ -295,12 +308,14 @@ def trained(directory: str, style: str, noise: float, batch: int, workers: int, 
     seeds = {"each": rank, "two": min(rank, ranks - 2)}  # the last two alike
     order = None if style == "in order" else torch.Generator().manual_seed(seeds.get(style, 3))
     sampler: Any = DistributedSampler(data) if "dealt" in style else None
+    sampler = DistributedSampler(data, 1, 0) if "one share" in style else sampler
     collate = own_rows if style == "collated" else None
-    shuffle = style not in ("in order", "dealt", "own, dealt again")
+    shuffle = sampler is None and style != "in order"
     more: Any = {"num_workers": workers, "worker_init_fn": partial(seeded, rank)} if workers else {}
     loader = DataLoader(data, batch, shuffle, sampler, generator=order, collate_fn=collate, **more)
     torch.manual_seed(rank)
-    with ds_silent.observe(model, optimizer, config={"output_dir": directory, "tensorboard": False}):
+    given = loader if "share" in style else None
+    with ds_silent.observe(model, optimizer, loader=given, config={"output_dir": directory, "tensorboard": False}):
         for step, rows in enumerate(loader):
             if step == steps:
                 break
@@ -324,6 +339,7 @@ AUGMENTED = [
     ("own", 2, 8, 0, None),  # all drawn with one seed, as a script does that gives each rank a part
     ("dealt", 2, 8, 0, None),
     ("own, dealt again", 2, 8, 0, None),
+    ("own, one share", 2, 8, 0, None),
     ("collated", 2, 16, 0, None),  # each rank takes its part of a batch that all have drawn
     ("cut", 2, 16, 0, None),
 ]
@@ -341,7 +357,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if of == ranks
         }
         if ranks == 2:
-            cases |= {"elsewhere": ("each", 0.0, 8, 0, 40)}
+            cases |= {"elsewhere": ("each", 0.0, 8, 0, 40), "one share": ("one share", 0.01, 8, 0, 4)}
             cases |= {f"repeated {style}": (style, 0.0, 8, 0, 4) for style in REPEATED}
         started = {name: (str(directory / name), *given) for name, given in cases.items()}
         run_distributed(each, ranks, (trained, started))
@@ -363,6 +379,12 @@ def test_rows_that_were_split_before_a_sampler_splits_them_are_noted(style: str,
     events = read_events(trainings / f"{style} 2" / "events.jsonl")
     notes = [(event["step"], event["severity"]) for event in events if event["kind"] == "low-coverage"]
     assert notes == ([(1, "info")] if "again" in style else [])
+
+
+def test_a_sampler_of_one_share_is_right_of_own_rows_alone(trainings: Path) -> None:
+    assert told(trainings / "one share") == [(0, "error", [0, 1], False)]
+    events = read_events(trainings / "own, one share 2" / "events.jsonl")
+    assert [event for event in events if event["severity"] != "info"] == []
 
 
 def test_a_few_rows_that_come_again_elsewhere_make_a_warning_of_it(trainings: Path) -> None:

@@ -159,6 +159,7 @@ def shares(*pairs: tuple[int, int], picked: str = "") -> list[SamplerFacts]:
         (shares((4, 0), (4, 1), (4, 2), (4, 3), picked="aaba"), [("data-order-mismatch", "error", (2,))]),
         (shares((2, 0), (2, 1), picked="ab"), [("data-order-mismatch", "error", ())]),
         (shares(*[(1, 0)] * 4, picked="abcd"), []),  # each rank's own data
+        (shares(*[(1, 0)] * 4, picked="abca"), [("duplicate-data", "error", (0, 3))]),
         (shares((4, 0), (4, 1), (4, 2), (4, 4)), [("data-order-mismatch", "error", (3,))]),
     ],
 )
