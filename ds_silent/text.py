@@ -98,7 +98,7 @@ class Words:
     another_reduction: str = "try another torch version"  # where gradients are reduced wrongly
     not_reduced: str = (  # what to do first
         "Call the wrapper itself in every training forward, not its .module; where layers were frozen behind it wrap "
-        "the module anew, or with find_unused_parameters=True"
+        "the module anew, or with find_unused_parameters=True; with static_graph=True call no autograd.grad before it"
     )
     not_synchronised: str = (
         "Run the last backward of each step, and of a short last window, outside of no_sync(); where the script "
