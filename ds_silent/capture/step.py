@@ -88,8 +88,7 @@ class StepMoments:
     def _start_step(self) -> None:
         self.came = False  # a gradient has come, or a reduction has begun
         self.unpublished = False  # the step gets no record, with which what is applied could be compared
-        self._reducing = self._applied = False
-        self.reduction_read = False  # its result was looked at behind the backward
+        self._reducing = self._applied = self.reduction_read = False  # the last: its result was looked at
         self._settings.objective.start()
         self._framework.script_hooks.start_step()
         self.scale: Tensor | None = None  # factor on the step's gradients, as the gradient of its loss says it
