@@ -174,8 +174,8 @@ class LoaderWatch(Watch):
         """Return the hash of the data set that each pass takes whole, and that of the order in the pass under way; 0.0
         where it is not known. Of one whose rows a sampler deals to the ranks, the first is negative."""
         own = self.loader_pass
-        if own is None or not own.data:
-            return 0.0, 0.0
+        if own is None or own.data <= 0.0:  # of rows that are dealt the order need not be the same
+            return (0.0 if own is None else own.data), 0.0
         first = own.first[:_FIRST]
         return own.data, short_hash(first) if len(first) >= min(_FIRST, own.rows or _FIRST) else 0.0
 

@@ -46,8 +46,8 @@ class WholeDataTest(Detector):
         if found is None:
             return []
         data, order = np.maximum(found.T, 0.0)
-        if (found[:, 0] < 0.0).all():
-            self._note_dealt_again(record, len(np.unique(found[:, 0])))
+        if not self._noted and (found[:, 0] < 0.0).all() and (found[:, 0] != found[0, 0]).any():
+            self._note_dealt_again(record)
         if evidence.dealt != "unknown":
             return []
         self.groups = _alike(data)
@@ -69,10 +69,8 @@ class WholeDataTest(Detector):
             self.notes = (Event(record.step, "duplicate-data", "info", ranks, "loader", None, None, message, remedy),)
         return []
 
-    def _note_dealt_again(self, record: StepRecord, parts: int) -> None:
+    def _note_dealt_again(self, record: StepRecord) -> None:
         """Note data sets that were split before a sampler splits them, or that hold their rows in other orders."""
-        if parts == 1 or self._noted:
-            return
         self._noted, ranks = True, record.world_size
         message = (
             f"The data sets of the ranks hold other rows, or the same in another order, as far as their attributes "

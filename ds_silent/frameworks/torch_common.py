@@ -169,8 +169,8 @@ def refuse_unsupported(wrapped: Wrapped, config: SilentConsistencyConfig) -> Non
 
 def warn_of_another(optimizer: Any, step: int) -> None:
     """Log that an optimizer which the observer was not given steps the model from ``step`` on; on one rank."""
-    said = "its steps are observed from step %d on, its formula and its schedule only where it is made before them"
-    said = f"ds_silent: %s, made behind the observer, steps this model: {said}"
+    said = "ds_silent: %s, made behind the observer, steps this model: its steps are observed from step %d on; only of"
+    said += " optimizers that the observer was given is it checked what their class and their schedule promise"
     if is_first():
         logging.getLogger("ds_silent").warning(said, shown(type(optimizer).__name__), step)
 

@@ -244,11 +244,12 @@ class StepLoop:
         """
         for arrived in self._under_way(_PATIENCE if broken else None) if self.observing else ():
             _, event = self.lockstep.of(arrived)
-            if event is not None and event.kind == "observer-off" and not (closed and _all_measured(arrived)):
-                if closed and not _all_leave(arrived):
-                    self._switch_off(event)
-                return
-            if event is not None and event.kind != "observer-off" and closed:
+            if event is not None and event.kind == "observer-off":
+                if not (closed and _all_measured(arrived)):
+                    if closed and not _all_leave(arrived):
+                        self._switch_off(event)
+                    return
+            elif event is not None and closed:
                 self._guard.cleanup(self.publisher.recorder.report, event)
             self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
 

@@ -208,7 +208,7 @@ def dropout_probabilities(module: nn.Module) -> dict[str, float]:
 
 
 def sampler_items(facts: SamplerFacts | None, ranks: int) -> list[Item]:
-    """Shares, rows and permutation of a sampler: all shares differ, each one of N; one share may be of its own rows."""
+    """Return what a sampler says of shares: one of N for each of N ranks, or the one share of rows of a rank's own."""
     if facts is None or (facts.world_size == 1 < ranks and facts.picked):
         own, expected = ("not known", "free") if facts is None else (facts.picked, "different")
         names = (": a share for each rank", "'s rows", "'s permutation")

@@ -107,16 +107,11 @@ class OutsideModel(Rule):
             for parameter, stayed in zip(parameters, later.values.tolist(), strict=True):
                 if stayed:
                     self._since.setdefault(parameter, step)
-        alone = {one for one in self._since if id(one) not in self._dealt}
-        if not alone:
-            return self._unheld or ()
-        names = [name for parameter, name in self._names.items() if parameter in alone]
-        since = min(map(self._since.__getitem__, alone))
-        return (
-            *(self._unheld or ()),
-            _unreduced_copies(self._key, names, since),
-            _own_from_start(self._key, names, since),
-        )
+        found = self._unheld or ()
+        if since := {one: step for one, step in self._since.items() if id(one) not in self._dealt}:
+            names = [name for parameter, name in self._names.items() if parameter in since]
+            found += tuple(word(self._key, names, min(since.values())) for word in (_unreduced_copies, _own_from_start))
+        return found
 
 
 class FrozenBeside(Rule):
@@ -233,15 +228,15 @@ def _held_by(module: nn.Module) -> Iterator[Tensor]:
             yield from (one for one in (inner.running_mean, inner.running_var) if one is not None)
 
 
-def nodes_behind(starts: Iterable[Any]) -> set[Any]:
-    """Return the nodes of a graph that a backward reaches from some of them, ``_NODES`` at most."""
-    waiting, seen = list(starts), set[Any]()
+def nodes_behind(starts: Iterable[Any]) -> list[Any]:
+    """Return the nodes of a graph that a backward reaches from some of them, ``_NODES`` at most, alike on all ranks."""
+    waiting, seen = list(starts), dict[Any, None]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
         if node is not None and node not in seen:
-            seen.add(node)
+            seen[node] = None
             waiting += [inner for inner, _ in node.next_functions]
-    return seen
+    return list(seen)
 
 
 def leaves_among(nodes: Iterable[Any]) -> list[nn.Parameter]:
@@ -262,23 +257,24 @@ def _names_in(function: Any) -> tuple[str, ...]:
     return getattr(getattr(function, "__code__", None), "co_names", ())
 
 
+def _outside(names: list[str]) -> tuple[str, str, str]:
+    """Return how a sentence on parameters outside the model begins, and the pronouns that it goes on with."""
+    verb, them, their = ("lies", "it", "its") if len(names) == 1 else ("lie", "them", "their")
+    return f"{listed(names, _SHOWN)} {verb} outside the wrapped model", them, their
+
+
 def _no_optimizer(names: list[str], step: int) -> Breach:
-    one = len(names) == 1
-    message = (
-        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, the loss depends on "
-        f"{'it' if one else 'them'}, and no optimizer holds {'it' if one else 'them'}: nothing trains "
-        f"{'it' if one else 'them'}."
-    )
+    begins, them, _ = _outside(names)
+    message = f"{begins}, the loss depends on {them}, and no optimizer holds {them}: nothing trains {them}."
     remedy = "If that is meant, do nothing; requires_grad_(False) saves its gradient. Else give it to an optimizer."
     return Breach("outside, in no optimizer", "update-mismatch", "info", names[0], message, remedy, step)
 
 
 def _unreduced_copies(key: str, names: list[str], since: int) -> Breach:
-    one = len(names) == 1
+    begins, them, their = _outside(names)
     message = (
-        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, and the optimizer steps "
-        f"{'it' if one else 'them'}: nothing reduces {'its' if one else 'their'} gradient, each rank trains its "
-        "own copy by its own rows, and the copies part."
+        f"{begins}, and the optimizer steps {them}: nothing reduces {their} gradient, each rank trains its own copy by "
+        "its own rows, and the copies part."
     )
     remedy = (
         "Put it into the module that is wrapped, wrap it in a DistributedDataParallel of its own, or reduce its "
@@ -289,11 +285,8 @@ def _unreduced_copies(key: str, names: list[str], since: int) -> Breach:
 
 def _own_from_start(key: str, names: list[str], since: int) -> Breach:
     """Word the same of parameters that were no copies to begin with."""
-    one = len(names) == 1
-    message = (
-        f"{listed(names, _SHOWN)} {'lies' if one else 'lie'} outside the wrapped model, nothing reduces "
-        f"{'its' if one else 'their'} gradient, and {'it was' if one else 'they were'} not the same from the start"
-    )
+    begins, _, their = _outside(names)
+    message = f"{begins}, nothing reduces {their} gradient, and the ranks did not begin with the same values"
     remedy = (
         "Do nothing if each rank is to have its own, such as its part of a sharded classifier. Else make it behind the "
         "seed that all ranks share, and put it into the module that is wrapped."

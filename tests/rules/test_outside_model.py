@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ds_silent
 from ds_silent.capture.breaches import text_of, unlike_of
+from ds_silent.rules.outside_model import leaves_among, nodes_behind
 from ds_silent.rules.rule import Breach
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_distributed
@@ -171,6 +172,16 @@ def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[d
     assert told == expected
     if told:
         assert f"{TOLD[kind]} lies outside the wrapped model, and the optimizer steps it" in events[-1]["message"]
+
+
+def test_parameters_are_found_in_the_order_of_the_graph() -> None:
+    """Each rank words its own finding: the addresses of nodes are others on each."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(50)]
+    total = torch.zeros(1)
+    for weight in weights:
+        total = total + weight
+    found = leaves_among(nodes_behind([total.sum().grad_fn]))
+    assert [id(one) for one in found] == [id(one) for one in reversed(weights)]
 
 
 # -- frozen modules beside the model -----------------------------------------------------------------------------------
