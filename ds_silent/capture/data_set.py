@@ -86,7 +86,7 @@ class _Reading:
         unknown: something cannot be read, or there is too much.
 
     Args:
-        rows_alone: what code does with the rows does not matter.
+        rows_alone: read the rows, and not the code that uses them.
     """
 
     def __init__(self, rows: int, rows_alone: bool = False):

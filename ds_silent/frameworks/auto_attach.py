@@ -149,7 +149,7 @@ class AutoAttach:
         self._patches.wrap_method(module.Trainer, "train", self._trained_by)
 
     def _trained_by(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Know that a Trainer trains, which promises something of its loss, as where our callback is given to it."""
+        """Remember, while a Trainer trains, that it promises the mean of its losses: the callback would have said so."""
         self._trainers += 1
         try:
             return original(trainer, *args, **kwargs)

@@ -266,8 +266,8 @@ class StepLoop:
     def say_goodbye(self, broken: bool) -> None:
         """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here.
 
-        They may never come to that: where this rank has broken off, they wait for it elsewhere. ``broken``: what
-        raises may raise on all ranks alike, because of the step's gradient: then the step is judged.
+        They may never come to that: where this rank has broken off, they wait for it elsewhere. ``broken``: an error
+        ends the training here. If it ends all ranks in the same step, as a gradient of NaN does, that step is judged.
         """
         if self._guard.over or not dist.is_initialized():
             return

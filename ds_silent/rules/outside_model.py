@@ -229,7 +229,7 @@ def _held_by(module: nn.Module) -> Iterator[Tensor]:
 
 
 def nodes_behind(starts: Iterable[Any]) -> list[Any]:
-    """Return the nodes of a graph that a backward reaches from some of them, ``_NODES`` at most, alike on all ranks."""
+    """Return the nodes that a backward from ``starts`` reaches, ``_NODES`` at most, in the same order on every rank."""
     waiting, seen = list(starts), dict[Any, None]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
@@ -246,7 +246,7 @@ def leaves_among(nodes: Iterable[Any]) -> list[nn.Parameter]:
 
 
 def _communicates(node: Any) -> bool:
-    """Tell whether a node is a function's in Python whose backward, or what that calls, names a collective."""
+    """Tell whether a node runs a Python function whose backward calls a collective, by the names in its code."""
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     known = getattr(backward, "__globals__", {})
     called = [backward, *(known.get(name) for name in _names_in(backward))]
