@@ -149,7 +149,7 @@ class AutoAttach:
         self._patches.wrap_method(module.Trainer, "train", self._trained_by)
 
     def _trained_by(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember, while a Trainer trains, that it promises the mean of its losses: the callback would have said so."""
+        """Remember, while a Trainer trains, that it promises the mean of its losses; the callback would say so."""
         self._trainers += 1
         try:
             return original(trainer, *args, **kwargs)
