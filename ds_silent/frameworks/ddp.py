@@ -182,7 +182,7 @@ class DDPFramework(TorchFramework):
         )
         self._ddp = ddp
         if type(ddp) is DistributedDataParallel:  # a subclass may call the module in a method of its own
-            self.loop.is_past_wrapper = _is_past_wrapper
+            self.loop.forwards.is_past_wrapper = _is_past_wrapper
         self.reduces_every_micro_batch = bool(ddp.find_unused_parameters) or bool(ddp.static_graph)
         self.reads_together, self._graph_task = reduces_copies(ddp), -1  # outside of a backward
 

@@ -164,7 +164,7 @@ class FSDP2Framework(TorchFramework):
         )
         self.aggregate_replicated, self._rows = False, self.share()
         self.hooked = plain_parameters(model, self._modules, self.names)
-        self.loop.left, self.script_hooks.adds_up = self._left, False
+        self.loop.backwards.left, self.script_hooks.adds_up = self._left, False
 
     def connect(self, moments: Moments) -> None:
         """Hook the parameters that a backward sees, and the moment before a group of them is reduced and freed."""

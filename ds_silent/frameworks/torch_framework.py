@@ -79,10 +79,10 @@ class TorchFramework(Framework):
         self.loop.connect(moments, self.hooked, self.parameters, self.names, self.script_hooks)
 
     def is_boundary(self) -> bool:
-        return self.loop.is_boundary()
+        return self.loop.backwards.is_boundary()
 
     def accumulated(self, index: int) -> Tensor | None:
-        return None if index in self.loop.frozen else self.parameters[index].grad
+        return None if index in self.loop.backwards.frozen else self.parameters[index].grad
 
     def reduced(self, index: int) -> Tensor | None:
         return self.parameters[index].grad
@@ -90,7 +90,7 @@ class TorchFramework(Framework):
     def aggregated(self) -> Iterator[Part] | None:
         if self._share is None:
             return None
-        moving = (piece for piece in self._share if piece.index not in self.loop.frozen)
+        moving = (piece for piece in self._share if piece.index not in self.loop.backwards.frozen)
         held = ((piece, self.values(self.parameters[piece.index].grad, piece)) for piece in moving)
         return ((piece.index, piece.start, values) for piece, values in held if values is not None)
 

@@ -40,6 +40,7 @@ class Observer:
         self._capture, self._home = capture, home
         self._guard = capture.guard
         self._steps = StepLoop(capture, config, home, self.close, first)
+        self._leaving = self._steps.leaving
         self._publisher, self._replicas = self._steps.publisher, self._steps.replicas
         self._closed = False
         self._handled = id(sys.exc_info()[1])  # of the exception in whose handler the training begins, if any
@@ -144,7 +145,7 @@ class Observer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: JSON values. The detectors' state is on the writing rank, so it is that rank's
         which must be kept. Steps and samples are in the framework's own counters, and here where it has none."""
-        self._guard.cleanup(self._steps.publish_early, self._closed)
+        self._guard.cleanup(self._leaving.publish_early, self._closed)
         state: dict[str, Any] = {"version": _VERSION, "samples_per_epoch": self.samples_per_epoch}
         if counted := self._capture.framework.counts.state_dict():
             state["counted"] = counted
@@ -159,7 +160,7 @@ class Observer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; an unreadable state is logged and ignored, and judging starts anew."""
-        self._guard.cleanup(self._steps.publish_early, self._closed)  # what is under way was taken before the way back
+        self._guard.cleanup(self._leaving.publish_early, self._closed)  # before the way back
         try:
             self._check(state)
         except ValueError as error:
@@ -194,7 +195,7 @@ class Observer:
 
     def flush(self) -> None:
         """Publish what is under way and put it on disk. No collective; every rank may call it at the same step."""
-        self._guard.cleanup(self._steps.publish_early, self._closed)
+        self._guard.cleanup(self._leaving.publish_early, self._closed)
         self._guard.cleanup(self._publisher.recorder.flush)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -210,12 +211,12 @@ class Observer:
             self._closed = True
             cleanup, steps = self._guard.cleanup, self._steps
             broken = error is not None and not (isinstance(error, SystemExit) and not error.code)
-            cleanup(steps.publish_early, closed=True, broken=broken)
-            cleanup(steps.say_goodbye, broken)
+            cleanup(self._leaving.publish_early, closed=True, broken=broken)
+            cleanup(self._leaving.say_goodbye, broken)
             cleanup(lambda: self._publisher.last_words(self._capture.step))
             cleanup(steps.stop, ended=True)
             cleanup(self.closing)
-            cleanup(self._home.ends, self._capture.step - 1, error or steps.unanswered)
+            cleanup(self._home.ends, self._capture.step - 1, error or self._leaving.unanswered)
             cleanup(self._publisher.recorder.close)
             cleanup(self._home.close)
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,15 +41,15 @@ from torch import Tensor
 from ds_silent.capture.step import StepCapture, StepPlan
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.detectors import log_steps
-from ds_silent.distributed.communicator import outlive_python
 from ds_silent.distributed.guard import CollectiveCall
 from ds_silent.distributed.stall import StallNotice
-from ds_silent.exchange.collectives import Arrived, gather_on_host
+from ds_silent.exchange.collectives import gather_on_host
 from ds_silent.exchange.gather import make_exchange
 from ds_silent.exchange.layout import Layout, layout_of
-from ds_silent.exchange.observation import LEFT, Observation, Status, Wishes, on_any
+from ds_silent.exchange.observation import Observation, Status, Wishes, on_any
 from ds_silent.framework import Moments
 from ds_silent.measure.reduction_check import ReductionChecker, ReductionSettings
+from ds_silent.observing.leaving import Leaving
 from ds_silent.observing.lockstep import Lockstep
 from ds_silent.observing.publisher import make_publisher, model_of
 from ds_silent.observing.records_directory import RunDirectory
@@ -61,10 +61,6 @@ from ds_silent.respond.stop import end_by_event, end_suspect, save_suspect
 logger = logging.getLogger("ds_silent")
 
 
-_PATIENCE = 5.0  # seconds, in which ranks that are well send what they have measured
-_GOODBYE = Observation(Status(nothing=1.0, failed=LEFT))
-
-
 class StepLoop:
     """The steps of one training. Only ``guard.run`` calls its moments, as in :func:`moments_of`.
 
@@ -73,7 +69,7 @@ class StepLoop:
         publisher: writes what was gathered.
         replicas: when the replicas are compared.
         records_loaded: whose records the checkpoint's are, once one was loaded.
-        unanswered: what a collective raised as its result was read, the newest; None where all have come.
+        leaving: what comes at the end.
     """
 
     def __init__(
@@ -97,11 +93,11 @@ class StepLoop:
         self.replicas = ReplicaChecks(config, framework.replicated(), capture.group, compares, part)
         self.publisher = make_publisher(capture, config, home, layout, self._checker, self.replicas, self._responder)
         self.records_loaded: str | None = None
-        self.unanswered: Exception | None = None
         most, words = capture.framework.max_reductions_per_step, capture.framework.words
         guard.state = Lockstep(first, allowed=most, next_allowed=most, words=words)
         self.observing, self._idle, self._observe_seconds = True, False, 0.0
         self._capture.moments.plan = self.plan
+        self.leaving = Leaving(capture, self._exchange, self.publisher, lambda: self.observing, self._switch_off)
 
     @property
     def lockstep(self) -> Lockstep:
@@ -236,56 +232,6 @@ class StepLoop:
         self._capture.moments.root(root, own)
         self.publisher.recorder.backward_begins()
 
-    def publish_early(self, closed: bool, broken: bool = False) -> None:
-        """Write what is under way, as far as it goes without the others.
-
-        ``closed``: they come no more. ``broken``: this rank alone may have ended, while the others wait for it in the
-        training's own collectives, and never send what is waited for here.
-        """
-        for arrived in self._under_way(_PATIENCE if broken else None) if self.observing else ():
-            _, event = self.lockstep.of(arrived)
-            if event is not None and event.kind == "observer-off":
-                if not (closed and _all_measured(arrived)):
-                    if closed and not _all_leave(arrived):
-                        self._switch_off(event)
-                    return
-            elif event is not None and closed:
-                self._guard.cleanup(self.publisher.recorder.report, event)
-            self._guard.cleanup(self.publisher.early, arrived, closed)  # what comes after it all ranks read alike
-
-    def _under_way(self, seconds: float | None) -> Iterator[Arrived]:
-        """Wait for what was posted last; for so long, if that is not None."""
-        try:
-            if seconds is not None and not self._exchange.arrives(seconds):
-                raise TimeoutError(f"the others have sent nothing for {seconds:g} s")
-            yield from self._exchange.under_way()
-        except Exception as error:  # a peer is gone: what it did not send cannot be published
-            self.unanswered = error
-            logger.warning("ds_silent: the last measured step could not be collected: %s", error)
-
-    def say_goodbye(self, broken: bool) -> None:
-        """If the other ranks go on, their next observation must not wait for this one. No rank waits for it here.
-
-        They may never come to that: where this rank has broken off, they wait for it elsewhere. ``broken``: an error
-        ends the training here. If it ends all ranks in the same step, as a gradient of NaN does, that step is judged.
-        """
-        if self._guard.over or not dist.is_initialized():
-            return
-        last = (self._guard.local(self._unfinished) if broken and self.unanswered is None else None) or _GOODBYE
-        self._guard.run(lambda: self._exchange.post(self._capture.step, last, self._guard))
-        if last is not _GOODBYE:
-            self.publish_early(closed=True, broken=True)
-        outlive_python(self._capture.group)
-
-    def _unfinished(self) -> Observation | None:
-        """Observe a step whose gradient is reduced, and which may not be sent yet; None where there is no such step."""
-        moments, lockstep = self._capture.moments, self.lockstep
-        if not (moments.measured and moments.reduction_read and lockstep.whole):
-            return None
-        observation = self._capture.observation(exact=False)
-        status = lockstep.status(self._capture.step, observation.status)
-        return None if status.failed else replace(observation, status=replace(status, failed=LEFT))
-
     def _end_suspect(self, step: int, why: str) -> None:
         """Every rank gets here at the same step, by the same word or the same comparison."""
         writes = self.publisher.recorder.writes
@@ -380,15 +326,3 @@ def _gather_micro_batches(capture: StepCapture, layout: Layout, collective: Coll
 
 def _without_arguments(act: Callable[[], None], *_: Any, **__: Any) -> None:
     act()
-
-
-def _all_leave(arrived: Arrived) -> bool:
-    """Whether the other ranks have only left, as this one does now: an interrupt finds them at different places."""
-    return set(arrived.known.status.failed.tolist()) <= {0.0, LEFT}
-
-
-def _all_measured(arrived: Arrived) -> bool:
-    """Whether all ranks left in the same step, each with what it has measured of it."""
-    status = arrived.known.status
-    same = len(set(status.boundary.tolist())) == 1
-    return same and arrived.make is not None and bool((status.failed == LEFT).all()) and not on_any(status.nothing)
