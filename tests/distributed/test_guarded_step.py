@@ -117,11 +117,11 @@ def verify(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.long] if one != "retry" else []) for one in CELLS]
+    ("name", "share"), [("retry", 0.01), *(pytest.param(one, 0.02, marks=pytest.mark.long) for one in CELLS)]
 )
-def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, tmp_path: Path) -> None:
+def test_a_statement_that_breaks_on_one_rank_leaves_nobody_waiting(name: str, share: float, tmp_path: Path) -> None:
     steps = 2 + 2 * CELLS[name].block.get("interval", 1)
-    verify(name, tmp_path, share=0.02, steps=steps, timeout=280)
+    verify(name, tmp_path, share=share, steps=steps, timeout=280)
 
 
 WALKED: set[tuple[int, Place]] = set()
