@@ -36,7 +36,8 @@ class NoGradient(Rule):
     def __init__(self, framework: Framework):
         self._framework = framework
         self._looks = self._since = self._vain = 0  # vain: measured steps that have reduced nothing that is kept
-        self._without: list[int] | None = None  # places of parameters, as soon as one has looked
+        self._held: list[int] | None = None  # places of what an optimizer is to train, as soon as one has looked
+        self._without: list[int] = []  # of these
         self._checkpointed: set[int] = set()  # ids of modules that run inside a reentrant checkpoint
         self._modules: dict[int, nn.Module] = {}  # of each place in ``_without``
         self._patches: Patches | None = None
@@ -47,11 +48,12 @@ class NoGradient(Rule):
 
     def breaches(self) -> tuple[Breach, ...]:
         framework = self._framework
-        if self._without is None:
-            self._without, self._since = self._trainable(), framework.step
+        if self._held is None:
+            self._held, self._since = self._trainable(), framework.step
+            self._without = self._held
         if not self._without or self._vain == _LOOKS:
             return ()
-        if self._looks < _LOOKS and all(framework.reduced(place) is None for place in range(len(framework.names))):
+        if self._looks < _LOOKS and all(framework.reduced(place) is None for place in self._held):
             self._vain += 1  # this step reduced none, or the framework keeps none
             return ()
         self._looks += 1

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from ds_silent.capture.untrained import _others
 from ds_silent.drill.training import hash_of
 from ds_silent.frameworks.ddp import reduced_parameters
 from ds_silent.patches import Patches
-from ds_silent.rules.no_gradient import _in_reentrant_checkpoint
+from ds_silent.rules.no_gradient import NoGradient, _in_reentrant_checkpoint
 from ds_silent.sinks.jsonl import read_events
 from tests.support.distributed import run_on_kept_ranks
 
@@ -355,3 +356,22 @@ def test_a_method_that_is_followed_is_no_checkpoint() -> None:
     finally:
         patches.undo()
     assert found == [True, False]
+
+
+@pytest.mark.parametrize(("kept", "told"), [("what no optimizer holds", 0), ("another's", 1)])
+def test_a_framework_that_keeps_no_gradient_is_not_asked_for_one(kept: str, told: int) -> None:
+    """ZeRO takes the gradients of what its optimizer holds; what was left out of the optimizer keeps its own."""
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    reduced = {0 if kept == "another's" else 2: torch.ones(2)}
+    framework: Any = SimpleNamespace(
+        names=["a", "b", "left out"],
+        parameters=weights,
+        parameter_groups=lambda: [weights[:2]],
+        reduced=reduced.get,
+        step=1,
+        module=nn.Module(),
+    )
+    rule = NoGradient(framework)
+    found = [rule.breaches() for _ in range(20)]
+    assert [len(breaches) for breaches in found] == 15 * [0] + 5 * [told]
+    assert [breach.where for breach in found[-1]] == told * ["b"]
