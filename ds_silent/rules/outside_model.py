@@ -2,10 +2,10 @@
 
 A loss with weights of its own, such as a classifier or a learned temperature, lies outside the module that
 ``DistributedDataParallel`` or ``fully_shard`` has wrapped. Nothing reduces its gradients, so that each rank trains its
-own copy. A parameter counts if autograd brings its gradient, and ``step`` finds what it has brought, bit for bit, or
-clipped. One that no optimizer holds is a note: the first backward's graph shows it. So is what was not the same on all
-ranks from the start: part of a sharded classifier, or made before the ranks had one seed. Silent: what lies behind a
-function of the script's that communicates, such as tables that are dealt to the ranks; another wrapper's parameters;
+own copy. A parameter counts if autograd brings its gradient, and each ``step`` finds what it has brought, bit for bit,
+or clipped. One that no optimizer holds is a note: the first backward's graph shows it. So is what was not the same on
+all ranks from the start: part of a sharded classifier, or made before the ranks had one seed. Silent: what lies behind
+a function of the script's that communicates, such as tables that are dealt to the ranks; another wrapper's parameters;
 gradients that the script reduces, and masters that it fills.
 
 A frozen module, such as a teacher, a text encoder or a reward model, is the same on all ranks, or their losses are not
@@ -49,27 +49,31 @@ class OutsideModel(Rule):
         self._framework = framework
         self._names: dict[Tensor, str] = {}
         self._came: dict[Tensor, Tensor] = {}  # some elements of each gradient, as autograd left it
-        self._later: list[tuple[int, list[Tensor], ReadLater]] = []  # step; whether each stayed
+        self._later: list[tuple[int, list[Tensor], ReadLater]] = []  # step; how each was found
         self._since: dict[Tensor, int] = {}
-        self._looks, self._key = 0, ""
+        self._reduced: set[Tensor] = set()  # another gradient was found than has come
+        self._looks, self._arrived, self._key = 0, 0, ""  # arrived: the step under way as the newest gradient came
         self._backwards = 0  # whose graphs were walked
         self._unheld: tuple[Breach, ...] | None = None  # as soon as one of them was this model's
         self._dealt: set[int] = set()  # ids of parameters whose gradients come from other ranks
 
     def connect(self, patches: Patches, safely: Callable[..., Any]) -> None:
         """Look at each gradient as it has come, and as each step finds it."""
+        self._patches, self._safely = patches, safely
         patches.before_backward(partial(safely, self._begins))
         groups = self._framework.parameter_groups() or []
         own = set(map(id, self._framework.module.parameters()))
         beside = [one for group in groups for one in group if id(one) not in own and _is_plain(one)]
-        if not beside:
-            return
-        self._names = {one: name or _UNNAMED for one, name in _names_of(beside, self._framework.wrapper).items()}
+        if beside:
+            self._follow(_names_of(beside, self._framework.wrapper), self._framework.optimizers())
+
+    def _follow(self, names: dict[Tensor, str], optimizers: Iterable[Any]) -> None:
+        self._names |= {one: name or _UNNAMED for one, name in names.items()}
         self._key = f"outside:{short_hash([_some(one.detach()).tolist() for one in self._names])}"
-        for parameter in self._names:
-            patches.hook(parameter.register_post_accumulate_grad_hook, partial(safely, self._arrives))
-        for optimizer in self._framework.optimizers():
-            patches.hook(optimizer.register_step_pre_hook, partial(safely, self._stepping))
+        for parameter in names:
+            self._patches.hook(parameter.register_post_accumulate_grad_hook, partial(self._safely, self._arrives))
+        for optimizer in optimizers:
+            self._patches.hook(optimizer.register_step_pre_hook, partial(self._safely, self._stepping))
 
     def _begins(self, root: Any) -> None:
         groups = None if self._unheld is not None else self._framework.parameter_groups()
@@ -85,30 +89,35 @@ class OutsideModel(Rule):
             own |= {id(one) for group in groups for one in group}
             unheld = [one for one in leaves if id(one) not in own and one.shape not in masters]
             names = _names_of(unheld, self._framework.wrapper) if unheld else {}  # both walk over all objects
-            held = {id(one) for one in _held_by_optimizers()} if names else set()
-            left = [name for one, name in names.items() if name and id(one) not in held]  # FSDP2's own are in no module
+            named = {one: name for one, name in names.items() if name}  # FSDP2's own are in no module
+            held = _optimizers_of() if named else {}  # which the observer was not given
+            theirs = {one: name for one, name in named.items() if id(one) in held and _is_plain(one)}
+            self._follow(theirs, {id(one): one for one in (held[id(weight)] for weight in theirs)}.values())
+            left = [name for one, name in named.items() if id(one) not in held]
             self._unheld = (_no_optimizer(left, self._framework.step),) if left else ()
 
     def _arrives(self, parameter: Tensor) -> None:
         if self._looks < _LOOKS and parameter.grad is not None:
-            self._came[parameter] = _some(parameter.grad).clone()
+            self._came[parameter], self._arrived = _some(parameter.grad).clone(), self._framework.step
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         came, self._came = self._came, {}
         pairs = [(one, before, _some(one.grad)) for one, before in came.items() if one.grad is not None]
         if pairs and self._looks < _LOOKS:
             self._looks += 1
-            stayed = torch.stack([_unreduced(before, now).to(pairs[0][1].device) for _, before, now in pairs])
-            self._later.append((self._framework.step, [one for one, *_ in pairs], ReadLater(stayed)))
+            found = torch.stack([_compared(before, now).to(pairs[0][1].device) for _, before, now in pairs])
+            self._later.append((self._arrived, [one for one, *_ in pairs], ReadLater(found)))
 
     def breaches(self) -> tuple[Breach, ...]:
         while self._later and self._later[0][2].ready:
             step, parameters, later = self._later.pop(0)
-            for parameter, stayed in zip(parameters, later.values.tolist(), strict=True):
+            for parameter, (stayed, differs) in zip(parameters, later.values.tolist(), strict=True):
                 if stayed:
                     self._since.setdefault(parameter, step)
-        found = self._unheld or ()
-        if since := {one: step for one, step in self._since.items() if id(one) not in self._dealt}:
+                elif differs:
+                    self._reduced.add(parameter)
+        found, stayed_at = self._unheld or (), self._since.items()
+        if since := {one: at for one, at in stayed_at if id(one) not in self._dealt and one not in self._reduced}:
             names = [name for parameter, name in self._names.items() if parameter in since]
             found += tuple(word(self._key, names, min(since.values())) for word in (_unreduced_copies, _own_from_start))
         return found
@@ -190,7 +199,7 @@ def _frozen_beside(model: nn.Module) -> list[_Frozen]:
     """Return the largest modules that are frozen as a whole, outside of ``model``."""
     own = set(map(id, model.modules()))
     alive = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
-    held = set(map(id, _held_by_optimizers()))
+    held = _optimizers_of()
     frozen = [one for one in alive if id(one) not in own and _is_frozen(one, held)]
     inner = {id(child) for one in frozen for child in one.children()}
     found: dict[tuple[str, tuple[torch.Size, ...], torch.device], list[nn.Module]] = {}
@@ -295,11 +304,10 @@ def _own_from_start(key: str, names: list[str], since: int) -> Breach:
     return Breach(f"own:{key}", "unreduced-gradient", "info", names[0], message, remedy, since, unlike=thing)
 
 
-def _held_by_optimizers() -> Iterator[Any]:
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.optim.Optimizer):
-            for group in getattr(one, "param_groups", ()):
-                yield from group["params"]
+def _optimizers_of() -> dict[int, Any]:
+    """Return an optimizer of each parameter that any of the process holds, by the parameter's id."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return {id(one): each for each in alive for group in getattr(each, "param_groups", ()) for one in group["params"]}
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -327,12 +335,14 @@ def _names_of(parameters: Sequence[Tensor], own: object) -> dict[Tensor, str]:
     return {one: names[id(one)] for one in parameters if id(one) in names}
 
 
-def _unreduced(before: Tensor, now: Tensor) -> Tensor:
-    """Tell whether a gradient is not 0 and the same, or the same but for a factor that a clipping has."""
+def _compared(before: Tensor, now: Tensor) -> Tensor:
+    """Tell whether a gradient is not 0 and the same, or the same but for a clipping's factor; and whether it differs.
+
+    One or two numbers say nothing by their proportion: the two gradients of a softmax over two weights have one sum.
+    """
     if before.shape != now.shape:  # of a sparse one other rows have come
-        return torch.tensor(False, device=now.device)
-    same = (before == now).all()
-    if len(before) > 1:
-        largest, other = before.abs().max(), now.abs().max()
-        same |= (now * largest - before * other).abs().max() <= _CLIPPED * largest * other
-    return same & before.any()
+        return torch.tensor([False, True], device=now.device)
+    same, largest, other = (before == now).all(), before.abs().max(), now.abs().max()
+    scaled = (now * largest - before * other).abs().max() <= _CLIPPED * largest * other
+    stayed = (same | scaled if len(before) > 2 else same) & before.any() & now.any()
+    return torch.stack([stayed, ~(same | scaled) | (now.any() & ~before.any())])

@@ -28,6 +28,7 @@ TOLD = {
     "classifier, clipped": CLASSIFIER,
     "classifier, accumulated": CLASSIFIER,
     "classifier, fully_shard": CLASSIFIER,
+    "classifier, with another optimizer": CLASSIFIER,
     "classifier, behind a function": CLASSIFIER,
     "table, sparse": "Head.table.weight",
 }
@@ -35,6 +36,8 @@ SILENT = (
     "classifier, each rank's own",
     "classifier, reduced by hand",
     "classifier, reduced by hand, clipped",
+    "shares, reduced by hand",  # of two terms: the mean of two ranks' gradients is a multiple of each
+    "table, rows in turn, reduced by hand",  # of the first rows one rank alone has a gradient, the other one next
     "classifier, wrapped",
     "classifier, frozen",
     "classifier, masters",
@@ -81,9 +84,11 @@ class Head(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.calls = kind, 0
         if "table" in kind:
-            self.table = nn.Embedding(16, CLASSES, sparse="sparse" in kind)
+            self.table = nn.Embedding(40, CLASSES, sparse="sparse" in kind)
+        elif "shares" in kind:
+            self.shares = nn.Parameter(torch.tensor([0.1, 0.2]))
         elif "classifier" in kind:
             torch.manual_seed(1 + dist.get_rank() if "own" in kind else 1)
             self.classifier = nn.Linear(8, CLASSES, bias=False).requires_grad_("frozen" not in kind)
@@ -92,11 +97,16 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if "table" in self.kind:
-            rows = self.table(torch.randint(16, (len(x),)))
+            self.calls += 1
+            turn = 0 if self.calls % 2 == dist.get_rank() else 30
+            rows = self.table(torch.full((len(x),), turn) if "turn" in self.kind else torch.randint(16, (len(x),)))
             logits = x[:, :CLASSES] + (Dealt.apply(rows) if "dealt" in self.kind else rows)
         elif "classifier" in self.kind:
             logits = self.classifier(Doubled.apply(x) if "function" in self.kind else x)
             logits = Doubled.apply(logits) if "function" in self.kind else logits
+        elif "shares" in self.kind:
+            one, two = self.shares.softmax(0)
+            return one * functional.cross_entropy(x[:, :CLASSES], y) + two * x.square().mean()
         else:
             logits = x[:, :CLASSES] * self.temperature
         return functional.cross_entropy(logits, y)
@@ -120,12 +130,15 @@ def _train(directory: str, kind: str) -> list[float]:
     if "no optimizer" in kind:
         weights = []
     held = [weight.detach().clone().requires_grad_() for weight in weights] if "masters" in kind else weights
-    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": held}], lr=0.1)
+    second: Any = torch.optim.SGD(weights, lr=0.1) if "another" in kind else None
+    groups = [{"params": model.parameters()}, {"params": held if second is None else []}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     torch.manual_seed(1 + dist.get_rank())
     config = {"output_dir": directory, "tensorboard": False}
     with ds_silent.observe(model, optimizer, config=config, accumulation=2 if "accumulated" in kind else 1):
         for _ in range(STEPS):
-            optimizer.zero_grad()
+            for one in (optimizer, second) if second is not None else (optimizer,):
+                one.zero_grad()
             for last in (False, True) if "accumulated" in kind else (True,):
                 model.require_backward_grad_sync = last
                 head(model(torch.randn(ROWS, 8)), torch.randint(CLASSES, (ROWS,))).backward()
@@ -138,7 +151,8 @@ def _train(directory: str, kind: str) -> list[float]:
                     master.grad, weight.grad = weight.grad, None
             if "clipped" in kind:
                 nn.utils.clip_grad_norm_([*model.parameters(), *held], 0.01)
-            optimizer.step()
+            for one in (optimizer, second) if second is not None else (optimizer,):
+                one.step()
             with torch.no_grad():
                 for weight, master in zip(weights, held, strict=True):
                     weight.copy_(master)
@@ -166,7 +180,8 @@ def test_what_each_rank_trains_alone_is_told(kind: str, runs: tuple[Path, list[d
     assert own == ([CLASSIFIER] if "own" in kind else [])
     events = [event for event in events if event["severity"] != "info"]
     told = [(event["step"], event["kind"], event["severity"], event["where"], event["ranks"]) for event in events]
-    expected = [(1, "unreduced-gradient", "warning", TOLD[kind], [])] if kind in TOLD else []
+    step = 2 if "another" in kind else 1  # it steps behind the model's, with which the step is over
+    expected = [(step, "unreduced-gradient", "warning", TOLD[kind], [])] if kind in TOLD else []
     if kind == "classifier, clipped":  # by a norm of its own on each rank
         assert told.pop(0) == (1, "aggregation-error", "error", "applied gradient", [])
     assert told == expected
