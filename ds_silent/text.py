@@ -101,7 +101,8 @@ class Words:
         "the module anew, or with find_unused_parameters=True; with static_graph=True call no autograd.grad before it"
     )
     not_synchronised: str = (
-        "Run the last backward of each step, and of a short last window, outside of no_sync(); where the script "
+        "Run the last backward of each step, and of a short last window, outside of no_sync(), and behind a forward of "
+        "the wrapper itself, not of its .module; where the script "
         'averages weights instead of gradients, set "integrity": {"aggregation": false, "replica_interval": 0}'
     )
     not_cleared: str = "Clear the gradients with zero_grad() between a step and the next backward"  # what to do first

@@ -205,7 +205,8 @@ class Backwards:
         if self._open and not self._moments.is_measured():
             return
         if not self._open:
-            self._open, self._boundary = True, self._synchronises()
+            self._open = True
+            self._boundary = self._synchronises() and not (self.reduced and self._forwards.past)
             if not self.accumulated and self.left is not None:
                 self._moments.pre_step(self.left, apart=True)
             self._counts.scaled = self._loss.is_scaled()

@@ -102,6 +102,12 @@ FAULTS = {
         reduced_early=True,
         says=("those behind the reduced one were not reduced in all", "Run the last backward of each step"),
     ),
+    "a reduction before a backward around DDP": Fault(
+        "unreduced-gradient",
+        bypassed=True,
+        reduced_early=True,
+        says=("those behind the reduced one were not reduced in all", "not of its .module"),
+    ),
     "a second backward": Fault("unreduced-gradient", step=2, again=True, says=("nothing was reduced",)),
     "a second backward that the script reduces": Fault(None, again=True, between=reduce_anew),
     "the same rows": Fault("duplicate-data", (0, 1, 2, 3), same_rows=True),
