@@ -48,6 +48,7 @@ logger = logging.getLogger("ds_silent")
 LONGEST = 4096
 """Bytes of a path, on Linux."""
 _live: weakref.WeakSet[RunDirectory] = weakref.WeakSet()  # of this process; two engines must not share a directory
+_written: set[str] = set()  # by this process, now or before
 
 
 class RunDirectory:
@@ -128,8 +129,9 @@ class RunDirectory:
         """For the console, at the start."""
         if not self._undecided:
             return self.directory
+        held = "what this process has written before" if self.directory in _written else "an earlier run"
         return (
-            f"a new directory below {self.directory}, which holds an earlier run; they go on in {self.directory} "
+            f"a new directory below {self.directory}, which holds {held}; they go on in {self.directory} "
             "itself only if that run's checkpoint is loaded before the first step, with the observer's state in it"
         )
 
@@ -185,6 +187,7 @@ class RunDirectory:
             raise
         self._claim = claim
         self.directory = self._summary.directory = str(claim.directory)
+        _written.add(self.directory)
         self._summary.files = files.sinks
         self._background.add(files.sinks)
         self._background.drain()  # what has waited comes before these files, which look at it

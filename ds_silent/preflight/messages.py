@@ -39,7 +39,8 @@ _KINDS: Mapping[str, EventKind] = {
 _OF_MODEL = ("list of weights", "list of parameters", "list of optimizer")
 """They follow from the model: where the same ranks have another one, the first stands for all."""
 _REMEDIES: Mapping[EventKind, str] = {
-    "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank.",
+    "initial-weights-mismatch": "Load the same checkpoint, or seed before the model is made, on every rank; change no "
+    "weight between the wrapper and the first step on one rank alone.",
     "seed-mismatch": "Seed all ranks alike, or each from its rank, after the process group exists.",
     "data-order-mismatch": "Give every rank's sampler the same seed, epoch, data set and number of replicas.",
     "duplicate-data": "Give each rank's sampler its own rank and the real world size, once the process group exists.",

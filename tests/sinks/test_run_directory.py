@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import ds_silent
 from ds_silent.config import parse
+from ds_silent.observing import records_directory
 from ds_silent.observing.records_directory import RunDirectory
 from ds_silent.sinks import run_directory
 from ds_silent.sinks.jsonl import read_metrics
@@ -209,7 +210,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_a_new_one_does_not(done: D
     assert steps_in(root / "out" / "run-2") == [1]
 
 
-def test_where_the_records_of_a_second_run_go_is_said_at_its_start(tmp_path: Path) -> None:
+def test_where_the_records_of_a_second_run_go_is_said_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse({"silent_consistency": {"output_dir": "runs/a"}})
     assert config is not None
     home = RunDirectory(config, None, torch.device("cpu"))  # type: ignore[arg-type]
@@ -219,6 +220,8 @@ def test_where_the_records_of_a_second_run_go_is_said_at_its_start(tmp_path: Pat
         "a new directory below runs/a, which holds an earlier run; they go on in runs/a itself only if that run's "
         "checkpoint is loaded before the first step, with the observer's state in it"
     )
+    monkeypatch.setattr(records_directory, "_written", {"runs/a"})
+    assert "which holds what this process has written before;" in home.says()
 
 
 def test_each_engine_of_a_process_has_a_directory_of_its_own(done: Done) -> None:
