@@ -32,6 +32,15 @@ from typing import NamedTuple
 
 from ds_silent.capture.loss_graph import MEAN, SUM
 from ds_silent.detectors.finding import Detector, Finding
+from ds_silent.detectors.label_weight_texts import (
+    FIRST_LABELS,
+    OF_TRANSFORMERS,
+    ONLY_BY_ITEMS,
+    divided_again,
+    micro_batches_of,
+    remedy_of,
+    sentence_of,
+)
 from ds_silent.framework import Promise
 from ds_silent.measure.evidence import Evidence, LabelWeights
 from ds_silent.records import Event, EventKind, StepRecord
@@ -39,6 +48,7 @@ from ds_silent.records import Event, EventKind, StepRecord
 STEPS, LONG = 3, 8  # in a row
 _SEVERAL_LOSSES = "Several losses of one batch, each with a backward of its own, add up so, too. "
 NEAR = 0.02  # relative: bf16 rounds the gradient of a loss to 2^-8
+EXACT = 1e-3  # where a number that nobody has named might be near by chance
 KIND: EventKind = "objective-mismatch"
 
 
@@ -88,13 +98,16 @@ class LabelWeightsTest(Detector):
                 f"window has {count} micro-batches, and each is divided by the configured {weights.accumulation}. "
                 f"{_promised(weights, count)}"
             )
-            return _finding("sum", message, _remedy(total), total, record.step)
+            return _finding("sum", message, remedy_of(total), total, record.step)
         if multiple is not None and _is_broken(multiple, weights, ranks):
-            message = f"{_sentence(total, multiple, count, ranks)} {_promised(weights, count)}"
+            message = f"{sentence_of(total, multiple, count, ranks)} {_promised(weights, count)}"
             of_a_trainer = _of_the_mean(weights) in (None, weights.trainer)
             more = multiple.micro_batches > 0 or (weights.by_items and multiple.ranks > 0)
-            own = f"{_OF_TRANSFORMERS} Else: " if of_a_trainer and more and _is_mean(weights) else ""
-            return _finding("sum", message, f"{own}{_remedy(total)}", total, record.step)
+            own = f"{OF_TRANSFORMERS} Else: " if of_a_trainer and more and _is_mean(weights) else ""
+            return _finding("sum", message, f"{own}{remedy_of(total)}", total, record.step)
+        if number := _divides_again(weights, total, ranks):
+            message = f"{divided_again(total, number)} {_promised(weights, count)}"
+            return _finding("sum", message, f"{ONLY_BY_ITEMS}{remedy_of(total)}", total, record.step)
         changed = _changed(weights)
         if weights.promise is not None and not _near(changed, 1.0):
             given = f"{weights.promise.by} promises to multiply them by nothing."
@@ -102,16 +115,16 @@ class LabelWeightsTest(Detector):
                 f"The step's gradient is {changed:.4g} times that of the losses as the script has given them, on all "
                 f"ranks alike. {given if weights.promise.as_given else _promised(weights, count)}"
             )
-            return _finding("sum", message, _remedy(changed), abs(changed), record.step)
+            return _finding("sum", message, remedy_of(changed), abs(changed), record.step)
         if total > 0.0 and not _near(total, 1.0) and _is_by_items(weights, ranks):
             message = (
                 f"The labels of a step weigh {total:.4g} together, although the loss was given num_items_in_batch, the "
                 f"number of labels of the whole step, to divide by: it is divided as for {weights.labels / total:.0f} "
                 f"labels, and {weights.labels} of them are trained."
             )
-            remedy = f"Count the labels that the loss counts, and no others. {_remedy(total)}"
+            remedy = f"Count the labels that the loss counts, and no others. {remedy_of(total)}"
             if off := _off_by_a_label_each(weights, total, evidence):
-                message += _FIRST_LABELS[off]
+                message += FIRST_LABELS[off]
                 remedy = f"Do nothing: the gradient is {total:.4g} times as long as that of the labels' mean."
                 return replace(_finding("items", message, remedy, total, record.step), severity="info")
             return _finding("items", message, remedy, total, record.step)
@@ -151,8 +164,8 @@ class LabelWeightsTest(Detector):
         if first is None or first[1] >= count or not (_near(total, 1.0) and _near(first[0], first[1] / count)):
             return
         message = (
-            f"The first step has {_micro_batches(first[1])}, divided as if there were {count}, as the next steps have: "
-            f"its gradient is {first[0]:.3g} times that of its mean loss."
+            f"The first step has {micro_batches_of(first[1])}, divided as if there were {count}, as the next steps "
+            f"have: its gradient is {first[0]:.3g} times that of its mean loss."
         )
         remedy = (
             f"Do nothing if that is meant. Else step where (i + 1) % {count} == 0: i % {count} == 0 is true of the "
@@ -173,8 +186,8 @@ class LabelWeightsTest(Detector):
             return
         self._noted = True
         same = _SEVERAL_LOSSES if multiple.micro_batches > 0 else ""
-        remedy = f"Do nothing if that is meant. {same}{_remedy(total)}"
-        message = _sentence(total, multiple, count, record.world_size)
+        remedy = f"Do nothing if that is meant. {same}{remedy_of(total)}"
+        message = sentence_of(total, multiple, count, record.world_size)
         event = Event(record.step, KIND, "info", (), "loss", None, None, message, remedy, effect=total)
         self.notes = (*self.notes, event)
 
@@ -208,20 +221,16 @@ def _always_short(record: StepRecord, weights: LabelWeights) -> Finding | None:
         return None
     message = (
         f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: each step has "
-        f"{_micro_batches(count)}, and {promise.by} divides by {promise.micro_batches}."
+        f"{micro_batches_of(count)}, and {promise.by} divides by {promise.micro_batches}."
     )
     remedy = (
-        f"Let {_micro_batches(promise.micro_batches)} make a step (under accelerate each within "
+        f"Let {micro_batches_of(promise.micro_batches)} make a step (under accelerate each within "
         f"accelerator.accumulate(model)), or configure {count}."
     )
     more = count > promise.micro_batches
     remedy = f"Do nothing if that is meant. {_SEVERAL_LOSSES}Else: {remedy}" if more else remedy
     finding = _finding("sum", message, remedy, total, record.step - LONG + 1)
     return replace(finding, severity="info") if more else finding
-
-
-def _micro_batches(count: int) -> str:
-    return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _is_short_of_its_divisor(weights: LabelWeights, total: float, count: int) -> bool:
@@ -251,6 +260,28 @@ def _is_broken(multiple: Multiple, weights: LabelWeights, ranks: int) -> bool:
     return promise.micro_batches == 0 or multiple.micro_batches != 0
 
 
+def _divides_again(weights: LabelWeights, total: float, ranks: int) -> float:
+    """Return the number of micro-batches by which a sum is divided that the labels of the step divide; 0: by none.
+
+    That they do is known of num_items_in_batch, and else seen: but for that number the labels weigh 1, and all alike.
+    """
+    constants, counts = weights.constants, (max(weights.backwards), weights.accumulation)
+    numbers = (*constants.divisors, 1.0 / (constants.wrapper or 1.0))
+    number = next((one for one in numbers if any(count > 1 and _near(one, float(count)) for count in counts)), 0.0)
+    times = _times(weights) * number
+    if weights.reductions != {SUM} or not (_near(times, 1.0) or _near(times, float(ranks))) or _near(total, 1.0):
+        return 0.0
+    if weights.by_items and constants.by_items and not constants.by_tensor:
+        return number
+    promised = (weights.by_items or weights.trainer is not None) and not constants.by_hand
+    seen = math.isclose(total * number, 1.0, rel_tol=EXACT) and _is_one_weight(weights)
+    return number if promised and seen else 0.0
+
+
+def _is_one_weight(weights: LabelWeights) -> bool:
+    return float(weights.largest.max()) <= float(weights.smallest.min()) * (1.0 + NEAR)
+
+
 def _of_the_mean(weights: LabelWeights) -> Promise | None:
     """Return the promise of the mean: the wrapper's, else the trainer's."""
     return weights.trainer if weights.promise is None or weights.promise.as_given else weights.promise
@@ -275,15 +306,6 @@ def _changed(weights: LabelWeights) -> float:
     if not promise.as_given:
         return math.copysign(1.0, constants.wrapper)
     return weights.passed * constants.wrapper if weights.passed > 0.0 and not constants.by_hand else 1.0
-
-
-_FIRST_LABELS = {
-    1: " It is one label more for each row, or for some: the count holds a row's first label too, which a causal "
-    "language model drops as it shifts the labels. Before release 5 transformers' Trainer counts so by itself; the "
-    "script is not at fault.",
-    -1: " It is one label less for each row: the count leaves a row's first label out, and it is trained, as behind "
-    "the tokens that peft puts before a row (prompt tuning). Then the script is not at fault.",
-}
 
 
 def _off_by_a_label_each(weights: LabelWeights, total: float, evidence: Evidence) -> int:
@@ -317,7 +339,7 @@ def _is_evident(multiple: Multiple, weights: LabelWeights, count: int, ranks: in
     label counts alike, and all together count 1/N.
     """
     if weights.reductions == {SUM} and not weights.by_items and (multiple.micro_batches, multiple.ranks) == (0, -1):
-        return ranks > 2 and float(weights.largest.max()) <= float(weights.smallest.min()) * (1.0 + NEAR)
+        return ranks > 2 and _is_one_weight(weights)
     if not _is_mean(weights):
         return False
     constants, times = weights.constants, abs(weights.constants.times)
@@ -335,18 +357,6 @@ def _each_its_own(weights: LabelWeights) -> bool:
     """Tell whether each rank counts its own labels alike: its items are its own (average_tokens_across_devices off)."""
     alike = bool((weights.largest <= weights.smallest * (1.0 + NEAR)).all())
     return alike and all(_near(float(total), 1.0) for total in weights.totals)
-
-
-def _sentence(total: float, multiple: Multiple, count: int, ranks: int) -> str:
-    causes = {
-        (1, 0): f"the losses of {count} micro-batches are added up and not divided",
-        (-1, 0): f"they are divided by the {count} micro-batches twice",
-        (0, 1): f"they are multiplied by the {ranks} ranks, over which the reduction takes the mean",
-        (0, -1): f"they are divided by the {ranks} ranks, over which the reduction takes the mean already",
-    }
-    parts = [(multiple.micro_batches, 0), (0, multiple.ranks)]
-    why = ", and ".join(causes[part] for part in parts if any(part))
-    return f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: {why}."
 
 
 def _promised(weights: LabelWeights, count: int) -> str:
@@ -369,24 +379,9 @@ def _added_up(record: StepRecord, evidence: Evidence) -> Finding | None:
     if evidence.undivided is None or not evidence.micro_batches:
         return None
     count = evidence.micro_batches[0]
-    sentence = _sentence(float(count), Multiple(1, 0), count, record.world_size)
+    sentence = sentence_of(float(count), Multiple(1, 0), count, record.world_size)
     message = f"{sentence} {evidence.undivided.by} promises the mean."
-    return _finding("sum", message, _remedy(float(count)), float(count), record.step)
-
-
-_OF_TRANSFORMERS = (
-    "If the model itself makes a mean of its loss (transformers' BERT, Whisper and Segformer do), "
-    "set model.accepts_loss_kwargs = False before the Trainer is made."
-)
-
-
-def _remedy(total: float) -> str:
-    if total < 0.0:
-        return "Look for a minus in what the wrapper does to the loss: every update goes uphill."
-    return (
-        "Normalise the loss once: leave out the number that is one too many, or put in the one that is missing. "
-        f"Then the gradient is {1.0 / total:.4g} times as long: learning rate and clipping mean something else."
-    )
+    return _finding("sum", message, remedy_of(float(count)), float(count), record.step)
 
 
 def _finding(what: str, message: str, remedy: str, size: float, since: int) -> Finding:

@@ -43,6 +43,7 @@ class RateRule(Rule):
         self._trained = False  # at a rate above 0
         self._at_0 = self._since = 0  # measured steps at rates of 0; the first
         self._stays: dict[int, int] = {}  # since when a schedule is at its last step, by id
+        self._past: dict[int, int] = {}  # since when one is behind it: it may step several times per step
         self._patches = Patches()
         self._safely: Callable[..., Any] = lambda function, *given: function(*given)
 
@@ -65,8 +66,10 @@ class RateRule(Rule):
         if self._at_0 == 1:
             self._since = self._framework.step
         ends = [(one, end) for one, _ in self._found or () if (end := end_of(one)) is not None and step_of(one) > end]
+        self._past = {id(one): self._past.get(id(one), self._framework.step) for one, _ in ends}
         for scheduler, end in ends:
-            if step_of(scheduler) > end + max(_AFTER_END, end * _AFTER_END_SHARE):
+            taken = self._framework.step - self._past[id(scheduler)]
+            if step_of(scheduler) > end * (1.0 + _AFTER_END_SHARE) and taken >= _AFTER_END:
                 return (self._over(scheduler, end),)
         for scheduler, _ in self._found or ():
             since = self._at_last_since(scheduler)

@@ -23,6 +23,7 @@ from ds_silent.framework import Framework
 from ds_silent.rules.known_optimizers import number
 
 Rates = Sequence[float | None]
+_WRAPPERS = 8  # around an optimizer, at most
 _PURE = "transformers.optimization"
 """The module whose factors are functions of the step alone. A script's own may count their calls."""
 
@@ -55,13 +56,22 @@ def schedule_of(scheduler: Any, came_with: Rates | None = None) -> Schedule | No
 
 
 def schedulers_of(framework: Framework) -> list[Any]:
-    """Return the framework's schedulers, else each optimizer's only one; torch marks the step of one that has any."""
-    optimizers = [one for one in framework.optimizers() if hasattr(one.step, "_wrapped_by_lr_sched")]
+    """Return the framework's schedulers, else each optimizer's only one, which may be made for a wrapper around it."""
+    optimizers = [_innermost(one) for one in framework.optimizers()]
     if framework.schedulers() or not optimizers:
         return list(framework.schedulers())
     alive = [one for one in gc.get_objects() if issubclass(type(one), lr_scheduler.LRScheduler)]
-    of_each = [[one for one in alive if getattr(one, "optimizer", None) is optimizer] for optimizer in optimizers]
+    of_each = [[one for one in alive if _innermost(getattr(one, "optimizer", None)) is own] for own in optimizers]
     return [held[0] for held in of_each if len(held) == 1]
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return what a wrapper's ``optimizer`` is, as accelerate's is; of several wrappers the last one's."""
+    for _ in range(_WRAPPERS):
+        if (inner := getattr(optimizer, "optimizer", None)) is None:
+            break
+        optimizer = inner
+    return optimizer
 
 
 def step_of(scheduler: Any) -> int:

@@ -123,6 +123,7 @@ def test_a_term_that_counts_more_often_than_the_labels_beside_it_is_a_note() -> 
     assert undivided(None) == [] == list(made.judge.step(made.record(), Evidence(beside=1)))
 
 
+SEEN: dict[str, Any] = {"trainer": TRAINER, "by_tensor": True, "times": 3.0, "reductions": frozenset({SUM})}
 BROKEN = {
     "the engine and the script": (weights(0.25, (4.0,), promise=ENGINE, wrapper=0.25), "the script has divided"),
     "the wrapper does not divide": (weights(4.0, (), promise=ENGINE, wrapper=1.0), "and multiplies by 1."),
@@ -147,6 +148,23 @@ BROKEN = {
     ),
     "items that are no labels of the loss": (weights(0.9482, **ITEMS), "divided as for 309 labels, and 293 of them"),
     "each rank's own items, which are none": (weights([0.9, 0.95, 0.91], **ITEMS | {"times": 1.0}), "0.92 together"),
+    "items, and the micro-batches": (weights(0.25, **ITEMS | {"divisors": (4.0,)}), "by 4 micro-batches once more."),
+    "items that are no labels, and the micro-batches": (
+        weights(0.237, **ITEMS | {"divisors": (4.0,)}),
+        "by 4 micro-batches once more.",
+    ),
+    "items, and the wrapper": (
+        weights(0.25, **ITEMS | {"promise": Promise("accelerator.backward", 4)}, wrapper=0.25),
+        "once more. accelerator.backward promises to divide by 4, and multiplies by 0.25.",
+    ),
+    "items, and the configured micro-batches in a window of 4": (
+        weights(0.125, **ITEMS | {"divisors": (8.0,), "accumulation": 8}),
+        "by 8 micro-batches once more.",
+    ),
+    "a sum by all labels, and the micro-batches": (
+        weights(0.25, **SEEN),
+        "by 4 micro-batches once more. transformers'",
+    ),
     "a loss that is not passed on as given": (weights(0.25, passed=0.25, **GIVEN), "promises to multiply them by noth"),
     "and the wrapper's own number": (weights(0.25, wrapper=0.25, promise=AS_GIVEN), "is 0.25 times that of the losses"),
     "the Trainer undoes a division": (weights(4.0, **UNDONE), "before that the loss is multiplied by 4. transformers'"),
@@ -197,6 +215,15 @@ SILENT = {
     "items that divide no sum over labels": weights(0.7, **ITEMS | {"divided_by_items": False}),
     "items, and weights of each label": weights(0.7, **ITEMS | {"reductions": frozenset({EACH})}),
     "items four times, and weights of each label": weights(4.0, **ITEMS | {"reductions": frozenset({EACH})}),
+    "items, and a factor beside the micro-batches": weights(0.175, **ITEMS | {"times": 2.1, "divisors": (4.0,)}),
+    "items, and a quarter in another way": weights(0.25, **ITEMS | {"divisors": (2.0, 2.0)}),
+    "items, a factor, and the micro-batches": weights(**ITEMS | {"times": 12.0, "divisors": (4.0,)}),
+    "a sum by a tensor, and the micro-batches": weights(0.251, **SEEN),
+    "a sum by all labels, and the micro-batches, of a loop": weights(0.25, **SEEN | {"trainer": None}),
+    "a sum by all labels, by hand": weights(0.25, **SEEN, by_hand=True),
+    "a sum by each rank's own labels": weights(
+        0.25, **SEEN, smallest=np.array([0.001, 0.002, 0.003]), largest=np.array([0.001, 0.002, 0.003])
+    ),
     "a short window of items": weights(1.0, **ITEMS | {"backwards": frozenset({2})}),
     "a loss as given": weights(**GIVEN),
     "a quarter as given": weights(0.25, (4.0, 2.0, 2.0), **GIVEN | {"passed": 1.0}),
@@ -301,7 +328,8 @@ def test_a_model_that_makes_a_mean_of_its_loss_is_told_what_to_set() -> None:
     """transformers' Trainer multiplies by the ranks what it has given the items to."""
     [event] = told(weights(3.0, (), times=3.0, by_items=True))
     assert "multiplied by the 3 ranks" in event.message
-    assert "set model.accepts_loss_kwargs = False" in event.remedy
+    own, model = map(event.remedy.index, ("divide the labels' summed loss", "set model.accepts_loss_kwargs = False"))
+    assert own < event.remedy.index("loss_is_scaled_for_ga = False") < model, "what is the user's own comes first"
     [event] = told(weights(1 / 3, (4.0, 3.0), promise=TRAINER))
     assert "accepts_loss_kwargs" not in event.remedy
 

@@ -17,7 +17,8 @@ from tests.integrations.hf_training import HFCase, HFTrace, train
 from tests.integrations.test_huggingface import ran
 
 pytest.importorskip("transformers", minversion="5.0")
-RANKS, ACCUMULATION = 2, 2
+RANKS, ACCUMULATION, LONGER = 2, 2, 4
+SCALED = "loss_is_scaled_for_ga"  # of a Trainer, in transformers 5.23: False has it divide by the micro-batches
 LLAMA = hf_training.model_of
 CASE = HFCase(accumulation=ACCUMULATION, steps=4, loss="given")
 
@@ -56,11 +57,27 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], float | None, str]] = {
 }
 
 
-def plain_mean(directory: Path, observed: bool, block: str = "callback") -> HFTrace:
-    """A ``compute_loss`` of one's own that returns a mean, of a model that takes ``num_items_in_batch``."""
+Trained = Callable[[Path, bool, bool | None], HFTrace]
+
+
+def computed(compute_loss: Callable[..., Any], scaled: bool | None, case: HFCase, at: Path, observed: bool) -> HFTrace:
+    """A Trainer with a ``compute_loss`` of one's own, and with what it says of it in ``SCALED``."""
     from transformers import Trainer
 
     original = Trainer.compute_loss
+    Trainer.compute_loss = compute_loss
+    if scaled is not None:
+        setattr(Trainer, SCALED, scaled)
+    try:
+        return train(case, at, observed)
+    finally:
+        Trainer.compute_loss = original
+        if scaled is not None:
+            setattr(Trainer, SCALED, None)
+
+
+def plain_mean(directory: Path, observed: bool, block: str = "callback", scaled: bool | None = None) -> HFTrace:
+    """A ``compute_loss`` of one's own that returns a mean, of a model that takes ``num_items_in_batch``."""
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -68,11 +85,70 @@ def plain_mean(directory: Path, observed: bool, block: str = "callback") -> HFTr
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-    Trainer.compute_loss = compute_loss
-    try:
-        return train(HFCase(accumulation=ACCUMULATION, steps=4, block=block), directory, observed)
-    finally:
-        Trainer.compute_loss = original
+    return computed(compute_loss, scaled, HFCase(accumulation=ACCUMULATION, steps=4, block=block), directory, observed)
+
+
+def changed(change: Callable[[Any, Tensor], Tensor]) -> Trained:
+    """A ``compute_loss`` that changes what the Trainer's own returns."""
+
+    def trained(at: Path, observed: bool, scaled: bool | None) -> HFTrace:
+        from transformers import Trainer
+
+        original = Trainer.compute_loss
+
+        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+            loss, outputs = original(self, model, inputs, return_outputs=True, **named)
+            loss = change(self, loss)
+            return (loss, outputs) if return_outputs else loss
+
+        return computed(compute_loss, scaled, HFCase(accumulation=LONGER, steps=3), at, observed)
+
+    return trained
+
+
+def by_own_items(at: Path, observed: bool, scaled: bool | None) -> HFTrace:
+    """A ``compute_loss`` of one's own that divides a sum by ``num_items_in_batch``, which the model is not given."""
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = summed(outputs, labels)[0] / num_items_in_batch * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    return computed(compute_loss, scaled, HFCase(accumulation=LONGER, steps=3), at, observed)
+
+
+DIVIDED: dict[str, tuple[Trained, bool | None, bool]] = {  # what is said of SCALED; whether it is one division too many
+    "by the script": (changed(lambda trainer, loss: loss / trainer.args.gradient_accumulation_steps), None, True),
+    "by the Trainer": (changed(lambda trainer, loss: loss), False, True),
+    "by the Trainer, a sum of the script's own": (by_own_items, False, True),
+    "once": (changed(lambda trainer, loss: loss), True, False),
+    "once, a sum of the script's own": (by_own_items, None, False),
+    "once, a mean": (lambda at, observed, scaled: plain_mean(at, observed, scaled=scaled), False, False),
+    "by a hyper-parameter": (changed(lambda trainer, loss: loss / 3.0), None, False),
+}
+
+
+def divided() -> dict[str, tuple[Trained, bool | None, bool]]:
+    """Return those that the installed transformers has a name for."""
+    from transformers import Trainer
+
+    return {name: one for name, one in DIVIDED.items() if one[1] is None or hasattr(Trainer, SCALED)}
+
+
+def train_divided(directory: str, observed: bool) -> list[HFTrace]:
+    made = enumerate(divided().values())
+    return [one(Path(directory, str(place)), observed, scaled) for place, (one, scaled, _) in made]
+
+
+def test_a_loss_by_items_that_is_divided_by_the_micro_batches_too_is_told_at_its_first_step(tmp_path: Path) -> None:
+    says = "by the number of labels of the whole step, and by 4 micro-batches once more"
+    for (name, (_, _, again)), trace in zip(divided().items(), ran(train_divided, str(tmp_path))[0], strict=True):
+        told = [(one["step"], one["severity"], one["effect"]) for one in trace.events]
+        assert told == ([(1, "warning", pytest.approx(1 / LONGER))] if again else []), name
+        assert all(says in event["message"] for event in trace.events), name
 
 
 SMOOTHING = {"label_smoothing_factor": 0.1}
@@ -185,6 +261,7 @@ def test_a_loss_that_breaks_the_trainers_promise_is_told_at_its_first_step(tmp_p
         assert (event["step"], event["kind"], event["severity"]) == (1, "objective-mismatch", "warning")
         assert event["effect"] == pytest.approx(ACCUMULATION, rel=1e-4)
         assert "transformers' Trainer promises the mean" in event["message"]
+        assert event["remedy"].startswith("If compute_loss is your own, divide the labels' summed loss by num_items")
     for (name, (_, effect, says)), trace in zip(LOSSES.items(), traces, strict=True):
         assert len(trace.records) == 4, name
         if not says:

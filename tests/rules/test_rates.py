@@ -341,6 +341,63 @@ def test_the_way_back_of_a_cosine_is_noted_and_its_rates_are_not_checked() -> No
     assert "it was made for 7 steps and is at its step 16." in found[0][1].message
 
 
+class Prepared(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer, on which transformers' Trainer makes its scheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def times(steps: int) -> Callable[[torch.optim.Optimizer, Any, int], None]:
+    """Step a scheduler so often per step of the training, as accelerate does for each rank."""
+    return lambda optimizer, scheduler, step: [scheduler.step() for _ in range(steps - 1)] and None
+
+
+def linear(length: int, wrappers: int = 1) -> Make:
+    """A linear schedule on an optimizer in so many wrappers."""
+    from transformers.optimization import get_linear_schedule_with_warmup
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        for _ in range(wrappers):
+            optimizer = Prepared(optimizer)
+        return get_linear_schedule_with_warmup(optimizer, 2, length)
+
+    return make
+
+
+@pytest.mark.parametrize("wrappers", [0, 1, 2])
+def test_a_scheduler_of_a_wrapped_optimizer_is_found(wrappers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(linear(STEPS, wrappers)) == []
+    found = run(linear(10, wrappers), behind=times(4))
+    assert [(step, breach.key, breach.severity) for step, breach in found][:1] == [(12, "schedule over", "warning")]
+    assert "it was made for 10 steps and is at its step 44." in found[0][1].message
+    right = lr_scheduler.LambdaLR.get_lr
+    monkeypatch.setattr(lr_scheduler.LambdaLR, "get_lr", lambda self: [2.0 * rate for rate in right(self)])
+    assert {breach.key for _, breach in run(linear(STEPS, wrappers))} == {"rate:LambdaLR:0", "rate:LambdaLR:1"}
+
+
+def test_a_schedule_that_steps_once_per_rank_may_end_a_few_steps_of_the_training_early() -> None:
+    """Under accelerate a last batch for each of 8 ranks is 8 steps of the schedule, and one of the training."""
+    assert run(linear(8 * (STEPS - 7)), behind=times(8)) == []
+    assert [step for step, _ in run(linear(8 * (STEPS - 10)), behind=times(8))] == [STEPS]
+
+
+def test_two_schedulers_of_a_wrapped_optimizer_are_not_checked() -> None:
+    def both(optimizer: torch.optim.Optimizer) -> Any:
+        made = linear(4)(optimizer)
+        made.other = linear(4, 0)(optimizer)
+        return made
+
+    assert {breach.key for _, breach in run(both)} == {"rates at 0"}
+
+
 @pytest.mark.parametrize("name", ["cosine", "step", "lambda", "restarts"])
 def test_a_group_that_is_added_late_and_bases_that_a_script_sets_are_its_own(name: str) -> None:
     def add(optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
