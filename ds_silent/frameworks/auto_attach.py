@@ -28,6 +28,7 @@ from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
 from ds_silent.framework import Promise
+from ds_silent.frameworks import closures
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
@@ -81,6 +82,7 @@ class AutoAttach:
         watch_loads(patches)
         patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patches.add(register_optimizer_step_pre_hook(self._stepping))
+        patches.add(register_optimizer_step_pre_hook(closures.follow))
         patches.wrap_method(DistributedDataParallel, "__init__", self._ddp_made)
         patches.wrap_method(DistributedDataParallel, "__call__", self._called)
         patches.wrap_method(DistributedDataParallel, "forward", self._forward)
