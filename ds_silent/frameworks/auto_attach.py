@@ -69,6 +69,7 @@ class AutoAttach:
         self._of_megatron: list[tuple[Any, Sequence[Any]]] = []  # what get_megatron_optimizer has made, and of what
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
         self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallels, in training
+        self._stepped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those whose optimizer has begun a step
         self._forward_runs = False  # of a training
         self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
@@ -129,6 +130,7 @@ class AutoAttach:
                 logger.warning("ds_silent: %s", "; ".join(self.unobserved()))
         for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
+            self._stepped.add(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
@@ -191,6 +193,10 @@ class AutoAttach:
 
     def _begins(self, module: nn.Module) -> None:
         self._uncalled.discard(module)
+        if module in self._stepped:  # it is called within that step, by its closure
+            self._stepped.discard(module)
+            if not self._stepped:
+                self._unobserved.pop("uncalled", None)
         if module not in self._seen:
             _broadcast_buffers(module)
             self._look_at(module)

@@ -197,6 +197,15 @@ def test_a_first_forward_within_an_optimizers_step_is_of_that_step(optimizer: st
             assert record[part] == expected[part]
 
 
+def test_a_wrapper_that_is_called_within_the_first_step_is_not_said_to_be_uncalled(tmp_path: Path) -> None:
+    """Where the script attaches itself, as a callback does; the optimizer's step begins before the first forward."""
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, _, said = run(tmp_path, IN_A_CLOSURE, *ours, "sgd", "attach", "6")
+    assert status == 0, said
+    assert "observing 2 ranks" in said
+    assert "never called" not in said
+
+
 WRAPPED_ANEW = """
 import torch
 import torch.distributed as dist
