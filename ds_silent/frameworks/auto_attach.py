@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
-from ds_silent.framework import Promise
 from ds_silent.frameworks import closures
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
+from ds_silent.frameworks.trainers import Trainers
 from ds_silent.observing.observe import anything_observed, observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import alone
@@ -40,7 +40,6 @@ from ds_silent.rules.loads import watch_loads
 from ds_silent.text import NOTHING_CAME_BY
 
 logger = logging.getLogger("ds_silent")
-TRAINER = Promise("transformers' Trainer")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
@@ -75,7 +74,7 @@ class AutoAttach:
         self._observers: list[Observer] = []
         self._steps_without = 0  # optimizer steps while a model is called that no optimizer holds, and none is observed
         self._steps = 0  # optimizer steps
-        self._trainers = 0  # transformers' Trainers that train now
+        self._trainers = Trainers(self._patches)
         self._loaders = LoaderMemory()
         self._wrappers: tuple[type, ...] = (DistributedDataParallel,)
         patches = self._patches
@@ -93,7 +92,6 @@ class AutoAttach:
         patches.after_import("megatron.core.distributed.data_parallel_base", self._watch_megatron)
         for name in _MEGATRON_OPTIMIZERS:
             patches.after_import(name, self._watch_megatron_optimizers)
-        patches.after_import("transformers.trainer", self._watch_trainer)
 
     def undo(self) -> None:
         """Leave the classes as they were; what is observed goes on."""
@@ -148,17 +146,6 @@ class AutoAttach:
     def _watch_megatron_optimizers(self, module: ModuleType) -> None:
         for name in [name for name in vars(module) if name.startswith("get_megatron") and name.endswith("optimizer")]:
             self._patches.wrap(module, name, self._megatron_optimizer_made)
-
-    def _watch_trainer(self, module: ModuleType) -> None:
-        self._patches.wrap_method(module.Trainer, "train", self._trained_by)
-
-    def _trained_by(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember, while a Trainer trains, that it promises the mean of its losses; the callback would say so."""
-        self._trainers += 1
-        try:
-            return original(trainer, *args, **kwargs)
-        finally:
-            self._trainers -= 1
 
     def _megatron_optimizer_made(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
@@ -251,8 +238,8 @@ class AutoAttach:
             taken = taken_by_script()
         if observer is not None:
             self._observers.append(observer)
-            if self._trainers:
-                observer.promised(TRAINER)
+            if (promise := self._trainers.promise()) is not None:
+                observer.promised(promise)
             if taken:
                 observer.load_state_dict({"counted": taken})
 
