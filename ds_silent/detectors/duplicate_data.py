@@ -8,6 +8,7 @@ the same. This is no matter of chance, and no false-alarm rate applies.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -27,14 +28,20 @@ WINDOW = 512  # ranks of one loss that are compared with each other, nearest fir
 MAX_GROUPS = 8  # reported one by one
 FEW = 8  # ranks of a group whose rows are looked at
 _IN_ROW, _NEARLY = 32, 3  # measured steps
+SAME_WORK = "do the same work, from the same rows or the same random numbers"
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
 
 _WASTE = "Their work is done more than once."
-_REMEDY = (
-    "Shard the data: a DistributedSampler (or set_epoch and rank-dependent seeds), what a trainer prepares loaders "
-    "with (accelerator.prepare), split_dataset_by_node for iterable data; check that the rank is read after the "
-    "process group exists."
+_SHARDING = (
+    "a DistributedSampler (or set_epoch and rank-dependent seeds), what a trainer prepares loaders with "
+    "(accelerator.prepare), split_dataset_by_node for iterable data; check that the rank is read after the process "
+    "group exists."
+)
+_REMEDY = f"Shard the data: {_SHARDING}"
+_SEEDS = (
+    "Give each rank a seed of its own for what it draws in training, such as a generator's noise: seed + rank, once "
+    f"the model is made. If the rows are the same, shard the data: {_SHARDING}"
 )
 
 
@@ -55,7 +62,8 @@ class SameGradients(Detector):
         named_before = any(finding.kind == "duplicate-data" for finding in before)
         found = by_gradients(record, evidence.directions) if self._alike and not named_before else []
         self._steps = {one.ranks: self._steps.get(one.ranks, 0) + 1 for one in found}
-        return [one for one in found if self._steps[one.ranks] >= _steps_needed(record, evidence, one.ranks)]
+        sure = [one for one in found if self._steps[one.ranks] >= _steps_needed(record, evidence, one.ranks)]
+        return [_of_the_rows(one, record, evidence) for one in sure]
 
 
 def _steps_needed(record: StepRecord, evidence: Evidence, ranks: Sequence[int]) -> int:
@@ -68,6 +76,22 @@ def _steps_needed(record: StepRecord, evidence: Evidence, ranks: Sequence[int]) 
         return 1
     by_content = evidence.duplicates is not None and evidence.passes is not None and evidence.rows_sampled == 1.0
     return _IN_ROW if by_content else _NEARLY
+
+
+def _of_the_rows(found: Finding, record: StepRecord, evidence: Evidence) -> Finding:
+    """Say no more than is known where the ranks took other rows, or none: they may have drawn the same noise."""
+    rows = [] if evidence.rows_per_rank is None else [evidence.rows_per_rank[rank] for rank in found.ranks]
+    none = evidence.no_rows or (bool(rows) and not any(rows) and evidence.rows_sampled == 1.0)
+    shared = evidence.duplicates or {}
+    others = bool(rows) and all(rows) and not any(pair in shared for pair in combinations(found.ranks[:FEW], 2))
+    if not (none or others):
+        return found
+    known = "This step took no rows of a loader" if none else "By their ids or contents the rows are not the same"
+    message = (
+        f"{named(found.ranks, record.world_size).capitalize()} have the same gradient and the same loss: they "
+        f"{SAME_WORK}. {known}. {_WASTE}"
+    )
+    return replace(found, message=message, remedy=_SEEDS)
 
 
 def shared_findings(

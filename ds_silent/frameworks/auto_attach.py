@@ -27,10 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ds_silent.capture.loaders import LoaderMemory
 from ds_silent.config import SilentConsistencyConfig
 from ds_silent.extras import is_first
-from ds_silent.framework import Promise
+from ds_silent.frameworks import closures
 from ds_silent.frameworks.attach import attach, is_megatron
 from ds_silent.frameworks.ddp import end_former
 from ds_silent.frameworks.torch_common import parameters_of_optimizer
+from ds_silent.frameworks.trainers import Trainers
 from ds_silent.observing.observe import anything_observed, observer_of
 from ds_silent.observing.observer import Observer
 from ds_silent.observing.start import alone
@@ -39,7 +40,6 @@ from ds_silent.rules.loads import watch_loads
 from ds_silent.text import NOTHING_CAME_BY
 
 logger = logging.getLogger("ds_silent")
-TRAINER = Promise("transformers' Trainer")
 _MEGATRON_OPTIMIZERS = ("megatron.core.optimizer", "megatron.core.optimizer.muon")
 
 _SAID_AFTER = 3  # optimizer steps: soon, and not where an optimizer is made late
@@ -68,12 +68,13 @@ class AutoAttach:
         self._of_megatron: list[tuple[Any, Sequence[Any]]] = []  # what get_megatron_optimizer has made, and of what
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # observed, or not to be
         self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # DistributedDataParallels, in training
+        self._stepped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those whose optimizer has begun a step
         self._forward_runs = False  # of a training
         self._unobserved: dict[str, str] = {}  # by class
         self._observers: list[Observer] = []
         self._steps_without = 0  # optimizer steps while a model is called that no optimizer holds, and none is observed
         self._steps = 0  # optimizer steps
-        self._trainers = 0  # transformers' Trainers that train now
+        self._trainers = Trainers(self._patches)
         self._loaders = LoaderMemory()
         self._wrappers: tuple[type, ...] = (DistributedDataParallel,)
         patches = self._patches
@@ -81,6 +82,7 @@ class AutoAttach:
         watch_loads(patches)
         patches.wrap_method(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patches.add(register_optimizer_step_pre_hook(self._stepping))
+        patches.add(register_optimizer_step_pre_hook(closures.follow))
         patches.wrap_method(DistributedDataParallel, "__init__", self._ddp_made)
         patches.wrap_method(DistributedDataParallel, "__call__", self._called)
         patches.wrap_method(DistributedDataParallel, "forward", self._forward)
@@ -90,7 +92,6 @@ class AutoAttach:
         patches.after_import("megatron.core.distributed.data_parallel_base", self._watch_megatron)
         for name in _MEGATRON_OPTIMIZERS:
             patches.after_import(name, self._watch_megatron_optimizers)
-        patches.after_import("transformers.trainer", self._watch_trainer)
 
     def undo(self) -> None:
         """Leave the classes as they were; what is observed goes on."""
@@ -127,6 +128,7 @@ class AutoAttach:
                 logger.warning("ds_silent: %s", "; ".join(self.unobserved()))
         for ddp in [ddp for ddp in self._uncalled if _trainable(ddp) & parameters_of_optimizer(optimizer)]:
             self._uncalled.discard(ddp)
+            self._stepped.add(ddp)
             self._unobserved["uncalled"] = _COMPILED if _anything_compiled() else _UNCALLED
 
     def _watch_fsdp2(self, fsdp: ModuleType) -> None:
@@ -144,17 +146,6 @@ class AutoAttach:
     def _watch_megatron_optimizers(self, module: ModuleType) -> None:
         for name in [name for name in vars(module) if name.startswith("get_megatron") and name.endswith("optimizer")]:
             self._patches.wrap(module, name, self._megatron_optimizer_made)
-
-    def _watch_trainer(self, module: ModuleType) -> None:
-        self._patches.wrap_method(module.Trainer, "train", self._trained_by)
-
-    def _trained_by(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember, while a Trainer trains, that it promises the mean of its losses; the callback would say so."""
-        self._trainers += 1
-        try:
-            return original(trainer, *args, **kwargs)
-        finally:
-            self._trainers -= 1
 
     def _megatron_optimizer_made(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
@@ -189,6 +180,10 @@ class AutoAttach:
 
     def _begins(self, module: nn.Module) -> None:
         self._uncalled.discard(module)
+        if module in self._stepped:  # it is called within that step, by its closure
+            self._stepped.discard(module)
+            if not self._stepped:
+                self._unobserved.pop("uncalled", None)
         if module not in self._seen:
             _broadcast_buffers(module)
             self._look_at(module)
@@ -243,8 +238,8 @@ class AutoAttach:
             taken = taken_by_script()
         if observer is not None:
             self._observers.append(observer)
-            if self._trainers:
-                observer.promised(TRAINER)
+            if (promise := self._trainers.promise()) is not None:
+                observer.promised(promise)
             if taken:
                 observer.load_state_dict({"counted": taken})
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ds_silent.capture.forwards import loss_in
 from ds_silent.capture.loss_origin import Made, comes_of, made_by
 from ds_silent.framework import Moments, StepCounts
+from ds_silent.frameworks.closures import under_way
 from ds_silent.frameworks.torch_common import contains, needing_gradient, parameters_of_optimizer
 from ds_silent.patches import Patches, behind_closure
 from ds_silent.patches.script_hooks import ScriptHooks
@@ -298,6 +299,9 @@ class OptimizerCalls:
         self._patches, self._begins, self._applies, self._ended, self._clears = patches, begins, applies, ended, clears
         for optimizer in self._optimizers:
             self._hook(optimizer)
+        for step in under_way(self._optimizers):
+            step.behind.append(partial(self._applies, step.optimizer, step.args, step.kwargs))
+            patches.also(step.behind.clear)
 
         def clear(original: Callable[..., Any], cleared: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if contains(cleared, module):

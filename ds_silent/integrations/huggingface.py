@@ -24,7 +24,7 @@ from ds_silent.config import BLOCK
 from ds_silent.config.block_file import without_auto
 from ds_silent.extras import needs
 from ds_silent.frameworks.attach import is_fsdp2
-from ds_silent.frameworks.auto_attach import TRAINER
+from ds_silent.frameworks.trainers import TRAINER
 from ds_silent.integrations.callback_config import as_json, attach_once, go_on
 from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer

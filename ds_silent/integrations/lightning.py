@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ds_silent.extras import needs
-from ds_silent.framework import Promise
 from ds_silent.frameworks.attach import is_fsdp2
+from ds_silent.frameworks.trainers import promise_of_lightning
 from ds_silent.integrations.callback_config import attach_once, go_on
 from ds_silent.observing.observe import Given, told_in_a_sentence
 from ds_silent.observing.observer import Observer
@@ -106,16 +106,14 @@ class SilentConsistencyCallback(_callback_type()):  # type: ignore[misc]  # one 
         self._kept = dict(state_dict)
 
     def _observer(self, trainer: Any) -> Observer | None:
-        steps = int(trainer.accumulate_grad_batches)
-        automatic = trainer.lightning_module.automatic_optimization
         return attach_once(
             training_of(trainer.strategy.model),
             self._config,
             "Trainer(devices=...) or torchrun on two processes or more",
             optimizer=list(trainer.optimizers),
             loader=_loader_of(trainer),
-            accumulation=steps,
-            promise=Promise("Lightning's Trainer", steps) if automatic else None,
+            accumulation=int(trainer.accumulate_grad_batches),
+            promise=promise_of_lightning(trainer),
         )
 
     def _close(self, error: BaseException | None = None) -> None:

@@ -245,6 +245,7 @@ class Evidence:
 
     duplicates: Mapping[tuple[int, int], int] | None = None  # rows that ranks i < j both hold in this step
     rows_per_rank: tuple[int, ...] | None = None  # rows of this step
+    no_rows: bool = False  # no rank took any since the last measured step, and all had before
     own_rows: tuple[int, ...] | None = None  # rows since the last measured step, per rank
     own_repeats: tuple[int, ...] | None = None  # those of own_rows that the same rank had taken just before
     passes: OwnPasses | None = None  # what tells those of a small shard of its own

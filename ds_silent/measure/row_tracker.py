@@ -97,7 +97,8 @@ class RowTracker:
         if int(sent.taken.min()) <= 0:
             self._partial |= not walk.repeated or bool(sent.taken.any())
             stuck, same = self._idle.without_new_rows(sent.taken, own_rows), walk.batch_again and not sent.taken.any()
-            evidence = Evidence(stuck=stuck, batch_again=same, independent=not (same and walk.watched))
+            none = self._idle.had_rows and not sent.taken.any()
+            evidence = Evidence(stuck=stuck, batch_again=same, independent=not (same and walk.watched), no_rows=none)
             return RowsOfStep(CoverageStats(), evidence)
         self._idle = IdleRanks(had_rows=True)
         whole, (sent, own_rows) = own_rows, one_view(sent, own_rows, micro_batches)

@@ -254,16 +254,31 @@ def behind_closure(act: Callable[[], object], args: Any, kwargs: Any) -> tuple[A
     Returns:
         what the hook returns, and torch calls the step with: the same with the closure wrapped; None without one.
     """
-    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        act()
-        return None
 
-    def evaluated(*given: Any, **named: Any) -> Any:
+    def evaluated(closure: Callable[..., Any], *given: Any, **named: Any) -> Any:
         result = closure(*given, **named)
         act()
         return result
 
+    called_with = with_closure(evaluated, args, kwargs)
+    if called_with is None:
+        act()
+    return called_with
+
+
+def with_closure(evaluate: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Let an optimizer's step call ``evaluate(closure, ...)`` for its closure.
+
+    Args:
+        args, kwargs: of the step, as a step pre-hook gets them.
+
+    Returns:
+        what the hook returns, and torch calls the step with; None without a closure.
+    """
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+    evaluated = partial(evaluate, closure)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluated}
     return (args[0], evaluated, *args[2:]), kwargs

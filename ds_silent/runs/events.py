@@ -13,7 +13,7 @@ import bisect
 import re
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,11 @@ class EventGroup:
     def name(self) -> str:
         """As the faults that follow from it call it."""
         return f"{self.kind} ({self.where})" if self.where else self.kind
+
+    @property
+    def is_same_work(self) -> bool:
+        """Whether ranks do the same work, and not on the same rows as far as is known."""
+        return "they do the same work" in self.message
 
     @property
     def said(self) -> str:
@@ -230,6 +235,12 @@ def in_words(counts: Mapping[str, int]) -> str:
     """Return counts by severity as "1 error, 2 notes"; "" for none."""
     counted = [(counts.get(severity, 0), name) for severity, name in SEVERITIES.items()]
     return ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for count, name in counted if count)
+
+
+def done_alike(groups: Iterable[EventGroup]) -> str:
+    """Return what several ranks did alike at some steps; "" where none did."""
+    found = [one.is_same_work for one in groups if (one.kind, one.severity) == ("duplicate-data", "error")]
+    return "" if not found else "did the same work" if all(found) else "took the same rows"
 
 
 def places(value: Any) -> tuple[RankPlace, ...]:

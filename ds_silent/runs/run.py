@@ -23,7 +23,7 @@ from ds_silent.distributed.parts import ranks_of
 from ds_silent.json_form import FORMAT, newer_version
 from ds_silent.records import DataDealt
 from ds_silent.runs.columns import Layers, Matrices, ScoreTable, StepTable
-from ds_silent.runs.events import EventGroup, EventLog, RankPlace, places
+from ds_silent.runs.events import EventGroup, EventLog, RankPlace, done_alike, places
 from ds_silent.runs.lines import MOST_RANKS, of, ranks, text, whole
 from ds_silent.sinks.jsonl import LONGEST_LINE, newer_lines, parsed_line
 from ds_silent.sinks.per_rank import COLUMNS, PerRankError, read_per_rank
@@ -177,12 +177,12 @@ class RunRecords:
         if not (dealt and by):
             return ""
         said = DataDealt(dealt, by).sentence  # type: ignore[arg-type]  # a later version's
-        return f"{said}, but several ranks took the same rows" if self.same_rows else said
+        return f"{said}, but several ranks {self.same_rows}" if self.same_rows else said
 
     @property
-    def same_rows(self) -> bool:
-        """Whether several ranks did the same work at some steps: the noise between the ranks is too small there."""
-        return any((one.kind, one.severity) == ("duplicate-data", "error") for one in self.events.groups())
+    def same_rows(self) -> str:
+        """What several ranks did alike at some steps, if anything: the noise between the ranks is too small there."""
+        return done_alike(self.events.groups())
 
     @property
     def problems(self) -> list[str]:

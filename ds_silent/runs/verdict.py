@@ -155,6 +155,8 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         said = _headline(group.message) or "What the optimizer applied is not the reduced gradient"
         whose, plain = _within(who), named(group.ranks, run.world_size) if who else ""
         return said.replace(plain, whose, 1) if plain in said else f"{said} ({whose})"
+    if group.kind == "duplicate-data" and group.is_same_work:
+        return f"{who} do the same work"
     if group.kind == "observer-off" and group.severity == "error" and who:
         verb = "are" if group.total > 1 else "is"
         return f"{who} {verb} out of step with the rest, and nothing is known after that"

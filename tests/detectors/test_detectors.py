@@ -316,6 +316,21 @@ def test_equal_gradients_tell_without_ids() -> None:
         assert "duplicate-data" not in kinds(Judge(DetectorsConfig()).step(different, NOTHING))
 
 
+def test_equal_gradients_of_other_rows_or_none_are_not_said_to_come_of_the_same_data() -> None:
+    """A GAN's generator, whose noise is the same on all ranks: its step takes no rows, its discriminator's others."""
+    record = make(1, [2.0, 2.1, 2.0, 2.3], [1.0, 1.2, 1.0, 0.9], [0.1] * 4, matrix=matrix_with({(0, 2)}, 4, 1 - 1e-9))
+    passes = OwnPasses((2,) * 4, (100.0,) * 4, 0.25, (400,) * 4)
+    others, none = replace(ids({}), passes=passes), replace(NOTHING, no_rows=True)
+    for seen, said in ((others, "not the same"), (none, "no rows"), (ids({}, rows=0), "no rows"), (NOTHING, "")):
+        [event] = Judge(DetectorsConfig()).step(record, seen)
+        assert (event.kind, event.severity, event.ranks) == ("duplicate-data", "error", (0, 2))
+        assert ("train on the same data" in event.message) == (seen is NOTHING)
+        assert ("from the same rows or the same random numbers" in event.message) == (seen is not NOTHING)
+        assert said in event.message
+        assert ("seed + rank" in event.remedy) == (seen is not NOTHING)
+        assert "a DistributedSampler" in event.remedy
+
+
 def test_equal_gradients_of_rows_that_were_shared_by_chance_are_no_fault() -> None:
     """Of batches of one row two ranks took the same; where that goes on, it is no chance."""
     record = make(1, [2.0, 2.1, 2.0, 2.3], [1.0, 1.2, 1.0, 0.9], [0.1] * 4, matrix=matrix_with({(0, 2)}, 4))

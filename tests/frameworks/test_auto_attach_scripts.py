@@ -147,6 +147,65 @@ def test_a_forward_that_is_called_past_the_hooks_is_observed(tmp_path: Path) -> 
     check(tmp_path / "run", 4)
 
 
+IN_A_CLOSURE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Stepwise(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)  # torch hooks both
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+if sys.argv[1] == "lbfgs":
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3, line_search_fn=None)
+else:
+    optimizer = (Stepwise if sys.argv[1] == "subclass" else torch.optim.SGD)(model.parameters(), lr=1e-2)
+if sys.argv[2:]:
+    import ds_silent
+    ds_silent.attach(model, optimizer=optimizer, config={"output_dir": "run", "tensorboard": False})
+torch.manual_seed(dist.get_rank())
+for step in range(int(sys.argv[3]) if sys.argv[3:] else 1 if sys.argv[1] == "lbfgs" else 3):
+    rows = torch.randn(4, 8)
+    def closure():
+        loss = model(rows).square().mean()
+        optimizer.zero_grad()  # between forward and backward, as Lightning does
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+print(f"trained {sum(p.detach().double().sum() for p in model.parameters()).item().hex()}" + chr(10), end="")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "subclass", "lbfgs"])
+def test_a_first_forward_within_an_optimizers_step_is_of_that_step(optimizer: str, tmp_path: Path) -> None:
+    """As under Lightning: the step that was under way at the attach was not seen, and the next had two batches."""
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py", optimizer]
+    status, observed, wrong = run(tmp_path, IN_A_CLOSURE, *ours)
+    assert status == 0, wrong
+    records = check(tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run")
+    status, attached, wrong = run(tmp_path, IN_A_CLOSURE, "train.py", optimizer, "attach")
+    assert (status, observed) == (0, attached), wrong
+    for record, expected in zip(records, check(tmp_path / "run", 4), strict=True):
+        for part in ("loss", "grad_norm", "integrity", "coverage", "direction", "objective"):
+            assert record[part] == expected[part]
+
+
+def test_a_wrapper_that_is_called_within_the_first_step_is_not_said_to_be_uncalled(tmp_path: Path) -> None:
+    """Where the script attaches itself, as a callback does; the optimizer's step begins before the first forward."""
+    ours = ["-m", "ds_silent", "--silent-consistency-config", block(tmp_path), "train.py"]
+    status, _, said = run(tmp_path, IN_A_CLOSURE, *ours, "sgd", "attach", "6")
+    assert status == 0, said
+    assert "observing 2 ranks" in said
+    assert "never called" not in said
+
+
 WRAPPED_ANEW = """
 import torch
 import torch.distributed as dist

@@ -179,6 +179,30 @@ def test_an_unchanged_script_by_its_environment(tmp_path: Path, entries: str, mo
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ways", ["launcher", "launcher and callback"])
+def test_what_the_trainer_promises_is_known_without_a_line(ways: str, tmp_path: Path) -> None:
+    """A loss that is divided by the accumulation twice is told as with the callback, and once."""
+    more = "accumulate_grad_batches=2, max_epochs=1"
+    script = SCRIPT.replace("square().mean()", "square().mean() / 2")
+    if ways != "launcher":
+        more += ", callbacks=[SilentConsistencyCallback('silent.json')]"
+        script = f"import lightning\nfrom ds_silent.integrations.lightning import SilentConsistencyCallback\n{script}"
+    script = script.replace("max_epochs=1", more)
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "silent.json").write_text(json.dumps({"output_dir": str(tmp_path / "run"), "tensorboard": False}))
+    command = [interpreter(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    ours = ["-m", "ds_silent", "--silent-consistency-config", "silent.json", "train.py"]
+    status, said = run([*command, *ours], tmp_path)
+    assert status == 0, said
+    events = [
+        event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "objective-mismatch"
+    ]
+    assert [(event["severity"], event["step"]) for event in events] == [("warning", 1)]
+    assert "Lightning's Trainer promises the mean" in events[0]["message"]
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.long
 def test_an_interrupted_training_is_recorded_as_one(
     tmp_path: Path, entries: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,14 @@ def test_rows_that_are_none_of_the_data_end_the_shares(later: bool, same: bool) 
     assert (told[first : first + 2], set(told[first + 3 :])) == (pytest.approx(shares), {None})
 
 
+def test_a_step_without_rows_is_known_once_rows_have_come() -> None:
+    """As that of a GAN's generator; where rows are never seen, nobody knows."""
+    tracker = RowTracker()
+    rows, none = (torch.stack([pack_ids(torch.arange(n) + 4 * rank, 4) for rank in range(2)]) for n in (4, 0))
+    found = [tracker.step(ids.double(), n, 80) for ids, n in ((none, 0), (rows, 4), (none, 0), (rows + 8, 4))]
+    assert [one.evidence.no_rows for one in found] == [False, False, True, False]
+
+
 def test_a_hundred_million_rows_stay_small() -> None:
     """The ids of 10^8 rows, thinned to those that a full table would keep: what update does then, without the wait."""
     epoch = EpochCoverage()

@@ -205,6 +205,15 @@ def test_rows_that_ranks_share_are_not_told_as_dealt_at_random(tmp_path: Path) -
         assert run.data.endswith("took the same rows") == bool(more)
 
 
+def test_equal_work_is_not_told_as_equal_rows(tmp_path: Path) -> None:
+    said = "Both ranks have the same gradient and the same loss: they do the same work, from the same rows or the same"
+    same = event(2, "duplicate-data", ranks=(0, 1), message=said)
+    run = read_run(write(tmp_path, 1, (same,), world_size=2))
+    run.facts["data"] = {"dealt": "random", "by": "DistributedSampler, shuffled"}
+    assert run.data.endswith(", but several ranks did the same work")
+    assert verdict_of(run).sentence == "Both ranks do the same work, since step 2."
+
+
 def test_two_ranks_have_no_others(tmp_path: Path) -> None:
     disagree = event(30, severity="warning", ranks=(0, 1), message="Ranks 0 and 1 disagree since about step 21.")
     run = read_run(write(tmp_path, 1, (disagree,), world_size=2))

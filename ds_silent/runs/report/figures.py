@@ -144,7 +144,8 @@ def noise_scale(view: PlotContext) -> Panel | None:
     series = [Series("each step", curve, "thin", "quiet"), Series("smoothed", smooth, "line", "a")]
     log = bool(len(known)) and bool((known > 0).mean() > 0.9)
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
-    note = _SAME_ROWS if view.run.same_rows else _noise_words(view.usual("noise scale"), batch)
+    alike = view.run.same_rows
+    note = _SAME_ROWS % alike if alike else _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
     return chart(
         view.axis,
@@ -160,7 +161,7 @@ def noise_scale(view: PlotContext) -> Panel | None:
     )
 
 
-_SAME_ROWS = "Several ranks took the same rows: what differs between the ranks says nothing about a larger batch."
+_SAME_ROWS = "Several ranks %s: what differs between the ranks says nothing about a larger batch."
 
 
 def _noise_words(noise: float | None, batch: float | None) -> str:
