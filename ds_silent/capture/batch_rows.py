@@ -50,6 +50,7 @@ class _MicroBatch:
     ids: Tensor
     told: bool  # by the script; else they are hashes of the rows' content
     begins: bool  # it is the first of a pass over the data
+    given: int = 0  # rows that the loader had given by then
     trained: bool = False  # a gradient has reached what a forward made of it
     hidden: bool = False  # or may have, unseen
     looked: bool = False  # it is known which
@@ -165,15 +166,15 @@ class RowIds:
         self._newest, self._repeated = NewestBatch(), 0  # forwards on it whose ids may come
         self._begins = False  # the next micro-batch is the first of a pass over the data
         self.starts: tuple[int, ...] = ()  # places in what was taken last at which a loader had begun anew
-        self.told = False  # all of that were ids that the script has told
-        self.repeated = self.batch_again = False  # there was nothing to take; as every forward took the batch before
+        self.given_rows: tuple[tuple[int, int], ...] = ()  # see Walk.given
+        self.told = self.repeated = self.batch_again = False  # all were told; none were there, as each took one again
         self._warned = self._again = self._others = False
         self.is_measured: Callable[[], bool] = lambda: True  # the step under way: else the size of inputs is not read
         self.is_left_out: Callable[[], bool] = lambda: False  # the script has thrown away what the step has brought
         self.are_others: Callable[[Sequence[Tensor], bool], bool] = lambda tensors, same: False  # than the loader's
         self.batch_of: Callable[[], int | None] = lambda: None  # rows of a whole batch of the loader, where it is known
-        self.newest, self.dimension = 0, RowDimension()  # rows of the newest forward
-        self._sizes = _StepSizes()
+        self.given_by_loader: Callable[[], int] = lambda: 0  # rows so far
+        self.newest, self.dimension, self._sizes = 0, RowDimension(), _StepSizes()  # rows of the newest forward
 
     def given(self, sample_ids: Tensor) -> None:
         """Take the ids of the next micro-batch, int64 (rows,), on any device."""
@@ -260,7 +261,7 @@ class RowIds:
         self._repeated += 1
 
     def _add(self, ids: Tensor, told: bool) -> None:
-        self._under_way = _MicroBatch(ids, told, self._begins)
+        self._under_way = _MicroBatch(ids, told, self._begins, self.given_by_loader())
         self._waiting.all.append(self._under_way)
         self._begins = False
 
@@ -312,6 +313,7 @@ class RowIds:
         lost = max(0, places[-1] - self._capacity)
         begun = [place for place, one in zip(places, taken, strict=False) if one.begins]
         self.starts = tuple(place - lost for place in begun if place >= lost)
+        self.given_rows = tuple((max(0, place - lost), one.given) for place, one in zip(places, taken, strict=False))
         self.told = all(one.told for one in taken)
         self.repeated = (self._again or self._others) and not taken
         self.batch_again = self._again and not (self._others or taken)

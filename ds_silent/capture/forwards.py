@@ -202,6 +202,7 @@ class Forwards:
         framework.counts.rows_of_step = lambda: local(self.rows_of_step) or (0, 0)
         settings.deal = lambda: loaders.deal
         rows.batch_of = lambda: None if loaders.loader_pass is None else loaders.loader_pass.batch
+        rows.given_by_loader = loaders.rows_given
         self._order = None if traced is None else traced.order
         self.evaluated: Callable[[], None] | None = None  # a forward in evaluation mode, which may be a training's
         self._evaluated_loss: Tensor | None = None

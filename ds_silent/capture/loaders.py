@@ -60,6 +60,7 @@ class Walk:
     deal: Deal = field(default_factory=Deal)
     repeated: bool = False  # there are no rows, and none is missing
     batch_again: bool = False  # as all forwards took the batch before once more
+    given: tuple[tuple[int, int], ...] = ()  # each micro-batch's place, and what the loader had given by then: rows
 
 
 class Watch:
@@ -127,6 +128,8 @@ class LoaderWatch(Watch):
         self._newest_sampler: weakref.ref[Any] | None = None
         self._newest_skips = 0
         self._loader_passes: dict[int, LoaderPass] = {}  # of the newest passes
+        self._given_in: LoaderPass | None = None  # the pass in which ``rows_given`` was asked last
+        self._given_before = 0  # rows of the passes before it
         self._mixed = False
         self._newest_deal, self._deal = Deal(), Deal()
         self._orders: deque[float] = deque(maxlen=_ORDERS)  # of the passes that were trained on
@@ -183,6 +186,14 @@ class LoaderWatch(Watch):
     def loader_pass(self) -> LoaderPass | None:
         """Return what the pass under way has dealt to this rank; None without one, and where several take turns."""
         return None if self._mixed else self._loader_passes.get(self._training)
+
+    def rows_given(self) -> int:
+        """Count the rows that the training's loader has given this rank so far; to be asked at each forward."""
+        own, last = self.loader_pass, self._given_in
+        if own is not last:
+            self._given_before += 0 if last is None else last.rows_in(last.given)
+            self._given_in = own
+        return self._given_before + (0 if own is None else own.rows_in(own.given))
 
     def feeds_training(self, iterator: Any) -> bool:
         """Tell whether an iterator deals batches of the sampler whose batches are trained, or may come to."""

@@ -309,7 +309,7 @@ class StepCapture:
     def walk(self) -> Walk:
         """How the rows of the newest observation came to this rank."""
         rows, facts, seen, deal = self.rows, self.loaders.facts, self.loaders.seen, self.loaders.deal
-        return Walk(facts, rows.starts, seen, rows.told, deal, rows.repeated, rows.batch_again)
+        return Walk(facts, rows.starts, seen, rows.told, deal, rows.repeated, rows.batch_again, rows.given_rows)
 
     # -- the observation -----------------------------------------------------------------------------------------
 

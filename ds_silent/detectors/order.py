@@ -59,7 +59,7 @@ class OrderTest(Detector):
     """Follow the coverage of one run; ``repeats`` weighs the rows that single ranks take again."""
 
     key = "order"
-    stored = ("evidence", "mismatch_since", "low", "own", "lately", "noted")
+    stored = ("evidence", "mismatch_since", "low", "own", "lately", "noted", "several")
 
     def __init__(self, log_threshold: float, repeats: RepeatTest | None = None):
         self._threshold, self._repeats = log_threshold, repeats
@@ -71,6 +71,7 @@ class OrderTest(Detector):
         self._lately: Array = np.zeros(2)  # those, and all that came again: of all epochs, the older the less
         self._copies = self._elsewhere = self._itself = False  # who had had the rows that come again
         self._noted: int | None = None  # since when the copies of the data come that were noted, once
+        self._several = False  # it was noted, once, that rows are trained several times from a buffer
         self._low: tuple[int, float] | None = None  # since step, share seen in the newest finished epoch
 
     def step(self, record: StepRecord, extras: Evidence, before: Sequence[Finding] = ()) -> list[Finding]:
@@ -78,6 +79,8 @@ class OrderTest(Detector):
         duplicated = any(finding.kind == "duplicate-data" for finding in before)
         attributed = 0.0 if self._repeats is None else self._repeats.attributed
         self.scores, self.notes = (), ()
+        if extras.rounds > 1 and not self._several:
+            self._several, self.notes = True, (_from_buffer(record, extras.rounds),)
         now, last = extras.coverage, self._last
         if now is None or not all(math.isfinite(v) for v in (now.epoch, now.seen, now.repeated)):
             return self._findings(record)
@@ -93,7 +96,7 @@ class OrderTest(Detector):
             doubtful = 3.0 * now.error * known  # rows that may be a sketch's error
             if now.anew is not None:  # all rows of this pass may come again
                 if last is None or last.anew is None:
-                    self.notes = (_begun_anew(record, now, now.anew),)
+                    self.notes += (_begun_anew(record, now, now.anew),)
                 return self._findings(record)
             if not duplicated:
                 certain = min(repeated - max(attributed, own), (now.repeated - now.filled) * known - doubtful)
@@ -210,7 +213,7 @@ class OrderTest(Detector):
         return {**super().state_dict(), "last": None if self._last is None else asdict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({"lately": [0.0, 0.0], "noted": None, **state})
+        super().load_state_dict({"lately": [0.0, 0.0], "noted": None, "several": False, **state})
         self._score = float(mean_evidence(self._evidence))
         self._last = None if state["last"] is None else Coverage(**state["last"])
 
@@ -220,6 +223,16 @@ def _log_odds(count: float, of: float, rate: float) -> float:
     share = min(1.0, count / of) if of else rate
     parts = ((share, rate), (1.0 - share, 1.0 - rate))
     return of * sum(one * math.log(one / other) for one, other in parts if one > 0.0)
+
+
+def _from_buffer(record: StepRecord, times: int) -> Event:
+    message = (
+        f"Each row is trained {times} times before the next ones are dealt, on every rank alike: the script goes over "
+        "a buffer of its own. The epoch counts each row once."
+    )
+    remedy = "Do nothing if that is meant, as PPO means it."
+    ranks = tuple(range(record.world_size))
+    return Event(record.step, "data-order-mismatch", "info", ranks, "buffer", None, None, message, remedy)
 
 
 def _begun_anew(record: StepRecord, now: Coverage, severity: Severity) -> Event:

@@ -253,6 +253,7 @@ class Evidence:
     rows_taken: tuple[int, ...] | None = None  # the same as own_rows, and those that were not sent
     rows_sampled: float = 1.0  # share of the rows that are sent: all counts of rows but rows_taken are of those
     dealt: Dealt = "unknown"  # the ranks are exchangeable only where this is "random"
+    rounds: int = 0  # how often a buffer of rows that ends was trained, on every rank alike; 0: none ends
     pass_rows: int | None = None  # of the first rank's data set, of which each of its passes takes every row
     whole_data: npt.NDArray[np.float64] | None = None  # (N, 2) hashes of it and of the pass's order; 0: not known
     label_tokens: tuple[int, ...] | None = None  # tokens with a label, of this step

@@ -33,6 +33,7 @@ from ds_silent.measure.coverage import (
 from ds_silent.measure.deal import DealFollower
 from ds_silent.measure.evidence import Coverage, CutPasses, Evidence, OrderAgain, OwnPasses
 from ds_silent.measure.record import Context, evidence_of
+from ds_silent.measure.replay_buffers import ReplayBuffers
 from ds_silent.measure.row_history import STUCK, BrokenPasses, IdleRanks, OtherRows, RecentRows, RowsAgain, SameOrder
 from ds_silent.records import CoverageStats, Severity
 
@@ -62,9 +63,8 @@ class RowTracker:
         self._resumed = False  # resumed, and the loader has not begun since
         self._short = False  # a pass began before the last was over: the script wants it so
         self._before_anew = 0  # visits of this epoch when a resumed run began its pass anew
-        self._idle = IdleRanks()
-        self._others = OtherRows()
-        self._again = RowsAgain()
+        self._idle, self._others = IdleRanks(), OtherRows()
+        self._again, self.buffers = RowsAgain(), ReplayBuffers()
 
     def step(
         self,
@@ -103,27 +103,26 @@ class RowTracker:
         self._idle = IdleRanks(had_rows=True)
         whole, (sent, own_rows) = own_rows, one_view(sent, own_rows, micro_batches)
         if own_rows < whole:
-            walk = replace(walk, starts=tuple(start * own_rows // whole for start in walk.starts))
+            walk = replace(walk, starts=tuple(start * own_rows // whole for start in walk.starts), given=())
         ranks, rate = len(sent.taken), sent.rate
-        before = sent.looked - own_rows  # rows of steps that were not measured
-        of_step = sent.places >= before[sent.owners]
+        of_step = sent.places >= (sent.looked - own_rows)[sent.owners]  # not of steps that were not measured
         rows = tuple(np.bincount(sent.owners[of_step], minlength=ranks).tolist())
-        repeats = self._recent.repeats(sent.values, sent.owners, ranks)
-        self.deal.rows.step(sent.values, sent.owners, ranks)
+        once, kept = self.buffers.step(sent, own_rows, walk.given, rows_in_epoch, samples)
+        repeats = self._recent.repeats(once.values, once.owners, ranks)
+        self.deal.rows.step(once.values, once.owners, ranks)
         recent, dealt = self._recent, self.deal.rows
         passes = OwnPasses(recent.window, recent.distinct, dealt.own_again, recent.taken, dealt.shared, dealt.trails)
         self._partial |= not sent.complete
-        order = _order_again(self._order, sent, rows_in_epoch, bool(walk.starts))
-        cut = None if rows_in_epoch is None else _cut_passes(self._passes, sent, rows_in_epoch, walk)
-        if order is not None:
-            order = replace(order, promised=walk.facts.shuffles is True) if _shuffles(walk, order) else None
+        order = _order_again(self._order, once, rows_in_epoch, walk)
+        cut = None if rows_in_epoch is None else _cut_passes(self._passes, once, rows_in_epoch, walk)
         shared, pairs = 0, Counter[tuple[int, int]]()
-        again, followed = 0, samples is not None and not walk.told
+        again, followed = kept, samples is not None and not walk.told
         if samples is not None and followed:
             over = rows_in_epoch is not None and self._epoch.consumed + own_rows * ranks > rows_in_epoch
             most = 0 if over else STUCK * own_rows
-            soon = (repeats[0] if int(sent.taken[0]) <= own_rows else _taken_just_before(sent, own_rows)) / rate
-            again = ranks * self._again.of_step(int(sent.taken[0]), soon, samples // ranks, most)
+            soon = (repeats[0] if int(sent.taken[0]) <= own_rows else _taken_just_before(once, own_rows)) / rate
+            again += ranks * self._again.of_step(int(sent.taken[0]) - kept // ranks, soon, samples // ranks, most)
+        self._epoch.update(self.buffers.left, round(len(self.buffers.left) / rate))
         for begins, first, end in self._parts(sent, own_rows, rows_in_epoch, walk, again):
             part = (sent.places >= first) & (sent.places < end)
             if begins:
@@ -232,6 +231,7 @@ class RowTracker:
             "short": self._short,
             "before_anew": self._before_anew,
             "mixed": self._others.found,
+            "kept": self.buffers.counted,
             "deal": self.deal.state_dict(),
             "recent": self._recent.state_dict(),
         }
@@ -245,6 +245,7 @@ class RowTracker:
         self._short, self._before_anew = bool(state["short"]), int(state["before_anew"])
         self._others = OtherRows(found=bool(state.get("mixed", False)), samples_before=None)
         self._again = RowsAgain()
+        self.buffers.resume(int(state.get("kept", 0)))
         self._order, self._passes = SameOrder(), list[BrokenPasses]()
         self.deal.load_state_dict(state["deal"])
         self._recent.load_state_dict(state["recent"])
@@ -261,12 +262,14 @@ def row_evidence(gathered: Gathered, tracker: RowTracker, context: Context) -> t
         rows, comes = (int(context.batch), rows_in_epoch), replace(walk, repeated=walk.repeated or left_out)
         coverage, of_rows = tracker.step(gathered.ids, *rows, comes, context.sampling, micro_batches, context.samples)
     of_step = int(context.batch * gathered.ranks)
-    dealt = tracker.deal.step(gathered.loss.order, walk.deal, context.samples, of_step, rows_in_epoch)
+    samples = context.samples - tracker.buffers.counted
+    dealt = tracker.deal.step(gathered.loss.order, walk.deal, samples, of_step, rows_in_epoch)
     if (epoch := of_rows.coverage) is not None:
-        once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), context.samples)
+        once = tracker.deal.deals_each_once(round(epoch.epoch * epoch.rows), samples)
         of_rows = replace(of_rows, coverage=replace(epoch, once=once))
     alike = 1 if walk.told and gathered.ids.numel() else walk.deal.alike
     whole = torch.stack((gathered.loss.data, gathered.loss.first_rows), 1).numpy() if gathered.loss.data.any() else None
+    of_rows = replace(of_rows, rounds=tracker.buffers.rounds)
     of_rows = replace(of_rows, dealt=dealt.dealt, pass_rows=walk.deal.pass_rows, passes_alike=alike, whole_data=whole)
     return coverage, evidence_of(gathered, replace(of_rows, left_out=left_out), context)
 
@@ -354,11 +357,13 @@ def _dealt(rows_in_epoch: int, sent: StepIds) -> int:
     return max(1, round(rows_in_epoch * sent.rate))
 
 
-def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, begun: bool) -> OrderAgain | None:
+def _order_again(known: SameOrder, sent: StepIds, rows_in_epoch: int | None, walk: Walk) -> OrderAgain | None:
     """Follow the order of the first rank's rows. A sample of rows repeats its order too."""
     dealt = None if rows_in_epoch is None else _dealt(rows_in_epoch, sent)
-    found = known.step(sent.values[sent.owners == 0], dealt, len(sent.taken), begun)
-    return None if found is None else replace(found, rows=round(found.rows / sent.rate))
+    found = known.step(sent.values[sent.owners == 0], dealt, len(sent.taken), bool(walk.starts))
+    if found is None or not _shuffles(walk, found):
+        return None
+    return replace(found, rows=round(found.rows / sent.rate), promised=walk.facts.shuffles is True)
 
 
 def _cut_passes(known: list[BrokenPasses], sent: StepIds, rows_in_epoch: int, walk: Walk) -> CutPasses | None:

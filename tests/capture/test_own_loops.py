@@ -232,6 +232,56 @@ def test_rows_that_a_script_replays_beside_its_loader_are_none_of_the_epoch(tmp_
     assert [one["seen"] for one in passes[len(dealt) :: 2]] == pytest.approx([n / 40 for n in range(1, 41)])
 
 
+def buffer_loop(output_dir: str, style: str) -> None:
+    """As PPO: two batches of the loader are kept, and trained in mini-batches that are cut anew in each pass."""
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(Net())
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=1e-3), Pairs(160)
+    sampler: Any = DistributedSampler(data)
+    loader, block = DataLoader(data, batch_size=4, sampler=sampler), {"output_dir": output_dir, "tensorboard": False}
+    with ds_silent.observe(model, optimizer, config={**block, "interval": 5 if "interval" in style else 1}):
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            batches = iter(loader)
+            for number, batch in enumerate(batches):
+                kept = [batch, next(batches)]
+                inputs, labels = (torch.cat([one[name] for one in kept]) for name in ("inputs", "labels"))
+                passes = [torch.randperm(8) for _ in range(1 if style.startswith("once") else 3)]
+                chosen = [part for order in passes for part in order.split(4)]
+                if style == "once, and a batch twice":
+                    chosen.insert(number % 2, chosen[number // 2 % 2])
+                if style == "stuck" and number > 5:
+                    chosen = chosen[:1] * len(chosen)
+                if style == "stopped early" and number % 3 == 1:
+                    chosen = chosen[:3]
+                for part in chosen:
+                    model(inputs[part], labels[part]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("style", ["whole", "interval 5", "stopped early"])
+def test_a_buffer_that_is_trained_several_times_is_a_note(style: str, tmp_path: Path) -> None:
+    """They were a warning that rows come again, and an epoch that ended with a third of its rows seen."""
+    run_distributed(buffer_loop, 2, (str(tmp_path), style))
+    [event] = read_events(tmp_path / "events.jsonl")
+    assert (event["kind"], event["severity"], event["ranks"]) == ("data-order-mismatch", "info", [0, 1])
+    assert event["message"].startswith("Each row is trained 3 times before the next ones are dealt")
+    passes = [record["coverage"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert {one["repeated"] for one in passes} == {0.0}
+    if style != "whole":
+        return
+    dealt = [16 * buffer + min(16, 8 * step) for buffer in range(10) for step in range(1, 7)]  # 6 steps for each
+    assert [one["seen"] for one in passes if one["seen"] is not None] == pytest.approx(2 * [n / 160 for n in dealt])
+
+
+@pytest.mark.parametrize("style", ["once, and a batch twice", "stuck"])
+def test_a_batch_of_a_buffer_that_comes_twice_by_mistake_is_told(style: str, tmp_path: Path) -> None:
+    run_distributed(buffer_loop, 2, (str(tmp_path), style))
+    events = [event for event in read_events(tmp_path / "events.jsonl") if event["severity"] != "info"]
+    assert "data-order-mismatch" in {event["kind"] for event in events}
+
+
 def oracle(taken: list[list[list[float]]], accumulation: int, per_epoch: int, rows: int) -> list[tuple[float, float]]:
     """(seen, repeated) after each optimizer step, counted with sets; micro-batches of an epoch: ``per_epoch``."""
     told, visits = [], list[float]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -453,3 +454,58 @@ def test_what_the_loaders_hold_says_how_often_a_row_comes(
     note = notes_of_overlap(run.go(200))[-1]
     assert note.severity == severity
     assert says in f"{note.message} {note.remedy}"
+
+
+def buffered(run: Run, buffers: int, passes: list[Any], rows: int = 32, step: int = 8) -> list[Event]:
+    """Train ``rows`` rows of each rank from a buffer; ``passes``: orders of places in it, one after the other."""
+    events: list[Event] = []
+    for _ in range(buffers):
+        data = [np.concatenate([next(loader) for _ in range(rows // 8)]) for loader in run.loaders]
+        order = np.concatenate([one() for one in passes])
+        total = run.walk.given[-1][1] + rows if run.walk.given else rows
+        for number, part in enumerate(order.reshape(-1, step)):
+            begins = (0,) if number == 0 and (total - rows) * len(data) % (run.rows_in_epoch or 1) == 0 else ()
+            run.walk = replace(run.walk, given=((0, total),), starts=begins)
+            run.step, run._last = run.step + 1, [one[part] for one in data]
+            events += run._measured(run._last)
+    return events
+
+
+def dealt_to(ranks: int, rows: int) -> list[Iterator[Rows]]:
+    """Each rank's share of one permutation, anew in each epoch."""
+
+    def share(rank: int) -> Iterator[Rows]:
+        generator = np.random.default_rng(7)
+        while True:
+            yield from generator.permutation(rows)[rank::ranks].reshape(-1, 8)
+
+    return [share(rank) for rank in range(ranks)]
+
+
+ANY, POOL = np.random.default_rng(11), Deal("random", "DistributedSampler, shuffled", 7.0)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("left_out", [False, True])
+@pytest.mark.parametrize("times", [2, 3, 6])
+def test_a_buffer_that_is_trained_several_times_is_no_fault(times: int, left_out: bool, told: bool) -> None:
+    """``left_out``: rows at a pass's end that are too few for a step, others in each pass."""
+    run = Run(dealt_to(2, 640), told=told, watched=True, rows_in_epoch=640, deal=POOL)
+    order = (lambda: ANY.permutation(32)[:24]) if left_out else partial(ANY.permutation, 32)
+    events = buffered(run, 25, [order] * times, step=12 if left_out else 8)
+    assert [(event.kind, event.severity) for event in events] == [("data-order-mismatch", "info")]
+    assert f"trained {times} times" in events[0].message
+
+
+@pytest.mark.parametrize("mistake", ["a batch twice", "one batch", "half of it again", "each batch twice"])
+def test_rows_of_a_buffer_that_come_again_by_mistake_are_told(mistake: str) -> None:
+    run = Run(dealt_to(2, 640), told=True, watched=True, rows_in_epoch=640, deal=POOL)
+    once = partial(np.arange, 32)
+    passes = {
+        "a batch twice": [once, partial(np.arange, 8, 16)],
+        "one batch": [partial(np.arange, 8)] * 4,
+        "half of it again": [once, partial(np.arange, 16)],
+        "each batch twice": [lambda: np.arange(32).reshape(4, 8).repeat(2, axis=0).reshape(-1)],
+    }[mistake]
+    events = buffered(run, 20, passes)
+    assert ("data-order-mismatch", "error") in [(event.kind, event.severity) for event in events]
