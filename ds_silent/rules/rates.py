@@ -38,6 +38,7 @@ class RateRule(Rule):
         self._changed: set[int] = set()  # those of chained schedules whose rates a script has set, by id
         self._at: dict[int, int] = {}  # the step that such a schedule has come to by itself
         self._bases: dict[int, list[Any]] = {}  # of each scheduler, when it was found
+        self._begun: dict[int, int] = {}  # the step that each was at then
         self._largest: dict[tuple[int, int], float] = {}
         self._broken: dict[tuple[int, int], Breach] = {}
         self._trained = False  # at a rate above 0
@@ -115,7 +116,7 @@ class RateRule(Rule):
         came_with, schedulers = self._framework.came_with, schedulers_of(self._framework)
         found = [(one, known) for one in schedulers if (known := schedule_of(one, came_with)) is not None]
         for scheduler, schedule in found:
-            self._bases[id(scheduler)] = _bases_of(scheduler)
+            self._bases[id(scheduler)], self._begun[id(scheduler)] = _bases_of(scheduler), step_of(scheduler)
             if schedule.chained:
                 self._patches.wrap_method(type(scheduler), "step", partial(self._stepping, scheduler))
                 self._at[id(scheduler)] = step_of(scheduler)
@@ -159,8 +160,8 @@ class RateRule(Rule):
                 self._broken.pop((id(scheduler), group), None)
             return
         right = schedule.rates(scheduler)
-        if len(right) != len(now):
-            return
+        if len(right) != len(now) or 0 < step_of(scheduler) == self._begun[id(scheduler)]:
+            return  # rates from a checkpoint, which may have had a schedule of another length
         for group, (rate, meant) in enumerate(zip(now, right, strict=True)):
             key = id(scheduler), group
             if rate is None or meant is None or math.isnan(meant):
