@@ -54,6 +54,8 @@ EventKind = Literal[
     "observer-off",
 ]
 """What an event is about. More may be added; none is renamed, because records are read by these names."""
+SAME_WORK = "do the same work"
+"""What a ``duplicate-data`` event says of ranks whose rows are not known to be the same."""
 Matrix = tuple[tuple[float, ...], ...]
 Extremes = Mapping[int, float]
 """Rank to value, from the lowest value to the highest."""

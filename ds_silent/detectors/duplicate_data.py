@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ds_silent.detectors.finding import Detector, Finding
 from ds_silent.detectors.sequential import Array
 from ds_silent.measure.evidence import Evidence
-from ds_silent.records import StepRecord
+from ds_silent.records import SAME_WORK, StepRecord
 from ds_silent.text import named
 
 COSINE_GAP = 2.0**-16
@@ -28,7 +28,6 @@ WINDOW = 512  # ranks of one loss that are compared with each other, nearest fir
 MAX_GROUPS = 8  # reported one by one
 FEW = 8  # ranks of a group whose rows are looked at
 _IN_ROW, _NEARLY = 32, 3  # measured steps
-SAME_WORK = "do the same work, from the same rows or the same random numbers"
 Ranks = npt.NDArray[np.int64]
 Pair = tuple[int, int]
 
@@ -89,7 +88,7 @@ def _of_the_rows(found: Finding, record: StepRecord, evidence: Evidence) -> Find
     known = "This step took no rows of a loader" if none else "By their ids or contents the rows are not the same"
     message = (
         f"{named(found.ranks, record.world_size).capitalize()} have the same gradient and the same loss: they "
-        f"{SAME_WORK}. {known}. {_WASTE}"
+        f"{SAME_WORK}, from the same rows or the same random numbers. {known}. {_WASTE}"
     )
     return replace(found, message=message, remedy=_SEEDS)
 

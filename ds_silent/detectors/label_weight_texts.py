@@ -23,6 +23,7 @@ ONLY_BY_ITEMS = (
 
 
 def divided_again(total: float, number: float) -> str:
+    """Say that a sum over labels is divided by their number and by the micro-batches."""
     return (
         f"The step's gradient is {total:.4g} times that of the mean of its losses, on all ranks alike: the labels' sum "
         f"is divided by the number of labels of the whole step, and by {number:.4g} micro-batches once more."
@@ -30,10 +31,12 @@ def divided_again(total: float, number: float) -> str:
 
 
 def micro_batches_of(count: int) -> str:
+    """Return "1 micro-batch", "4 micro-batches"."""
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def sentence_of(total: float, multiple: tuple[int, int], count: int, ranks: int) -> str:
+    """Say how many times too long the gradient is, and why; ``multiple``: powers of ``count`` and of ``ranks``."""
     causes = {
         (1, 0): f"the losses of {count} micro-batches are added up and not divided",
         (-1, 0): f"they are divided by the {count} micro-batches twice",
@@ -46,6 +49,7 @@ def sentence_of(total: float, multiple: tuple[int, int], count: int, ranks: int)
 
 
 def remedy_of(total: float) -> str:
+    """Return the remedy where the labels of a step weigh ``total`` together."""
     if total < 0.0:
         return "Look for a minus in what the wrapper does to the loss: every update goes uphill."
     return (

@@ -51,7 +51,7 @@ class ReplayBuffers:
     def _begin(self, size: int, ranks: int) -> None:
         self._size, self._step, self._length = size, 0, size  # rows of each rank: of the buffer, a step, a pass
         self._taken = np.zeros(ranks, np.int64)  # by each rank since it began
-        self._passes = [_Passes() for _ in range(ranks)]
+        self._passes: list[_Passes] = []  # of each rank, as soon as the rows may be a buffer's
         self._doubtful: list[Ids] = []
 
     def step(
@@ -83,9 +83,9 @@ class ReplayBuffers:
             if size:
                 self._end()
                 self._begin(size, ranks)
-            part = np.flatnonzero((sent.places >= first) & (sent.places < end))
             self._step = max(self._step, own_rows)
             if self._may_be_one(ranks, rows_in_epoch, sent.rate):
+                part = np.flatnonzero((sent.places >= first) & (sent.places < end))
                 again[part] = self._follow(sent.values[part], sent.owners[part], sent.places[part] - first)
                 self._doubtful = self._doubtful if self._several else [*self._doubtful, sent.values[part][again[part]]]
             self._taken += np.clip(sent.looked, first, end) - first
@@ -106,6 +106,7 @@ class ReplayBuffers:
 
     def _follow(self, values: Ids, owners: Ids, places: Ids) -> npt.NDArray[np.bool_]:
         again = np.zeros(len(values), dtype=bool)
+        self._passes = self._passes or [_Passes() for _ in self._taken]
         bounds = np.searchsorted(owners, np.arange(len(self._passes) + 1)).tolist()
         whole = self._size // self._step * self._step  # where the last rows, too few for a step, are left out
         for rank, (first, end) in enumerate(pairwise(bounds)):
@@ -129,7 +130,8 @@ class ReplayBuffers:
     def _end(self) -> None:
         """End the buffer: what is left of a second pass may be a mistake, or a script that stops early."""
         self.left = np.concatenate([self.left, *self._doubtful])
-        if self._several and self._passes[0].rows and len(set((self._taken // self._length).tolist())) == 1:
+        follows = self._several and bool(self._passes) and bool(self._passes[0].rows)
+        if follows and len(set((self._taken // self._length).tolist())) == 1:
             self.rounds = max(self.rounds, int(self._taken[0] // self._length))
 
 

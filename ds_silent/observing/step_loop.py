@@ -69,7 +69,7 @@ class StepLoop:
         publisher: writes what was gathered.
         replicas: when the replicas are compared.
         records_loaded: whose records the checkpoint's are, once one was loaded.
-        leaving: what comes at the end.
+        leaving: publishes what is under way, and says goodbye to the other ranks.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_silent.distributed.parts import SHOWN_RANKS, ranks_of
+from ds_silent.records import SAME_WORK
 from ds_silent.runs.lines import MOST_RANKS, number, of, ranks, text, whole
 
 SEVERITIES: Mapping[str, str] = {"error": "error", "warning": "warning", "info": "note"}
@@ -93,7 +94,7 @@ class EventGroup:
     @property
     def is_same_work(self) -> bool:
         """Whether ranks do the same work, and not on the same rows as far as is known."""
-        return "they do the same work" in self.message
+        return SAME_WORK in self.message
 
     @property
     def said(self) -> str:

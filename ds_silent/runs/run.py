@@ -177,10 +177,10 @@ class RunRecords:
         if not (dealt and by):
             return ""
         said = DataDealt(dealt, by).sentence  # type: ignore[arg-type]  # a later version's
-        return f"{said}, but several ranks {self.same_rows}" if self.same_rows else said
+        return f"{said}, but several ranks {self.done_alike}" if self.done_alike else said
 
     @property
-    def same_rows(self) -> str:
+    def done_alike(self) -> str:
         """What several ranks did alike at some steps, if anything: the noise between the ranks is too small there."""
         return done_alike(self.events.groups())
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ds_silent.distributed.parts import listed
+from ds_silent.records import SAME_WORK
 from ds_silent.runs.columns import finite
 from ds_silent.runs.events import EventGroup
 from ds_silent.runs.lines import METRICS, of, text, whole
@@ -156,7 +157,7 @@ def _what(group: EventGroup, run: RunRecords) -> str:
         whose, plain = _within(who), named(group.ranks, run.world_size) if who else ""
         return said.replace(plain, whose, 1) if plain in said else f"{said} ({whose})"
     if group.kind == "duplicate-data" and group.is_same_work:
-        return f"{who} do the same work"
+        return f"{who} {SAME_WORK}"
     if group.kind == "observer-off" and group.severity == "error" and who:
         verb = "are" if group.total > 1 else "is"
         return f"{who} {verb} out of step with the rest, and nothing is known after that"

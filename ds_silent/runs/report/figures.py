@@ -123,7 +123,7 @@ def norm(view: PlotContext) -> Panel | None:
 def cosine(view: PlotContext) -> Panel | None:
     """Draw the cosines of the ranks' gradients, and where the noise scale says their mean should be."""
     noise, batch, ranks, about = view.usual("noise scale"), view.batch, view.run.world_size, ""
-    expects = noise is not None and batch is not None and ranks and noise > 0 and not view.run.same_rows
+    expects = noise is not None and batch is not None and ranks and noise > 0 and not view.run.done_alike
     expected = 1.0 / (1.0 + noise * ranks / batch) if expects else math.nan  # type: ignore[operator]
     if (view.usual("cosine mean") or 0.0) > 0.999:
         about = "A mean cosine of 1 is no health: the ranks do the same work."
@@ -144,7 +144,7 @@ def noise_scale(view: PlotContext) -> Panel | None:
     series = [Series("each step", curve, "thin", "quiet"), Series("smoothed", smooth, "line", "a")]
     log = bool(len(known)) and bool((known > 0).mean() > 0.9)
     keys = (("one step", "quiet"), ("smoothed", "a"), ("rows of one step", "level"))
-    alike = view.run.same_rows
+    alike = view.run.done_alike
     note = _SAME_ROWS % alike if alike else _noise_words(view.usual("noise scale"), batch)
     label = "Gradient noise scale in samples, and the batch of all ranks"
     return chart(
